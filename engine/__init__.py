@@ -1,0 +1,1 @@
+"""The bundled inference engine: scheduler, paged KV cache, model, OpenAI-compatible server."""

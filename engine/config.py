@@ -1,0 +1,60 @@
+"""Engine settings: one frozen record, validated where it is made.
+
+Owns: the limits of the engine and their bounds. Refuses to know: HTTP, torch, how a limit is enforced.
+Invariants: a constructed EngineConfig is consistent (`validate` ran); nothing mutates it afterwards.
+
+Usage: `config = EngineConfig(model="smollm2-135m", dtype="bf16").validated(max_model_len=8192)`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["fp32", "bf16"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that shapes one engine process.
+
+    `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 4 GiB.
+    `max_model_len` 0 means: what the model's config says. `max_num_waiting` bounds the queue (429 beyond).
+    `faults` are names from `engine/faults.py`, empty in every healthy engine.
+    """
+
+    model: str
+    dtype: Dtype = "fp32"
+    threads: int = 1
+    block_size: int = 16
+    num_blocks: int = 0
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 0
+    max_num_waiting: int = 1024
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    faults: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Raise ValueError (expected, got, what to do) on the first setting out of bounds."""
+        bounds = {
+            "threads": (self.threads, 1, 1024),
+            "block_size": (self.block_size, 1, 1024),
+            "num_blocks": (self.num_blocks, 0, 1 << 30),
+            "max_num_seqs": (self.max_num_seqs, 1, 4096),
+            "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 1 << 20),
+            "max_model_len": (self.max_model_len, 0, 1 << 24),
+            "max_num_waiting": (self.max_num_waiting, 1, 1 << 20),
+        }
+        for name, (value, low, high) in bounds.items():
+            if not low <= value <= high:
+                flag = name.replace("_", "-")
+                raise ValueError(f"expected --{flag} in {low}..{high}, got {value}")
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"expected --dtype fp32 or bf16, got {self.dtype!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"expected --max-num-batched-tokens >= --max-num-seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}: each running sequence needs a token a step"
+            )

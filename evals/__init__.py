@@ -1,0 +1,1 @@
+"""Asks questions with known answers, through lm-eval, over any endpoint."""

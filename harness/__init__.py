@@ -1,0 +1,1 @@
+"""Drives endpoints: requests out, chunks in, one row a request; owns the two front doors."""

@@ -1,0 +1,1 @@
+"""The judge: reads Runs, writes verdicts. No network, no clock, no engine."""

@@ -1,0 +1,1 @@
+"""The ledger: rows, Runs, clock, names, spans, metrics. Imports no other room."""

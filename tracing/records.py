@@ -1,0 +1,242 @@
+"""The rows: every fact that engine and harness write down, one frozen record each.
+
+Owns: the shape and the units of each row. Refuses to know: where rows are stored, who makes or reads them.
+Invariants: a row is immutable; each carries its kind in the `kind` field; unknown fields are ignored when
+decoding, so an older Firstdiff reads a newer Run; times ending in `_ns` are monotonic and comparable only
+within one machine, `_unix_ns` joins with the outside world.
+
+Usage: `decode_row(line, RequestRow)`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["ok", "failed", "unknown"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """One immutable line of a Run."""
+
+
+class Identity(Row, frozen=True, kw_only=True, tag="identity"):
+    """What a server is made of: two servers with equal hashes should compute the same thing.
+
+    Hashes are SHA-256 hex digests of file contents (weights: of the tensor files in name order;
+    config: of the model's config.json; engine_config: of the resolved engine flags as JSON).
+    """
+
+    schema: int = SCHEMA_VERSION
+    model: str
+    engine: str
+    engine_version: str
+    instance_id: str
+    weights_sha256: str
+    config_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str | None
+    engine_config_sha256: str
+    engine_config: dict[str, str | int | float | bool | None]
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    versions: dict[str, str]
+    faults: list[str] = []
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as resolved, after all defaults; `seed` is always set, so the noise can be made again."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    max_tokens: int
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class StepRow(Row, frozen=True, kw_only=True, tag="step"):
+    """One engine step. Counts are of this step; `num_waiting`, `num_running` and blocks are after scheduling."""
+
+    step_index: int
+    started_ns: int
+    ended_ns: int
+    schedule_ns: int
+    execute_ns: int
+    batch_size: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_used_blocks: int
+    num_blocks: int
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class TokenRow(Row, frozen=True, kw_only=True, tag="token"):
+    """One output token as it left the model. `logprob` is of the model's own distribution before temperature."""
+
+    request_id: str
+    token_index: int
+    token_id: int
+    emitted_ns: int
+    step_index: int
+    batch_size: int
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] = []
+
+
+class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens `start_token .. start_token + num_tokens` were computed in step `step_index`."""
+
+    step_index: int
+    start_token: int
+    num_tokens: int
+
+
+class EngineRequestRow(Row, frozen=True, kw_only=True, tag="engine_request"):
+    """A request as the engine core saw it, written when it ends; token rows carry its output.
+
+    Order of the stamps: arrived <= first_scheduled <= first_token <= finished. Stamps that were never
+    reached are None (a request aborted in the queue has no first_scheduled_ns).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    arrived_ns: int
+    first_scheduled_ns: int | None
+    first_token_ns: int | None
+    finished_ns: int
+    finish_reason: FinishReason
+    error: str | None
+    num_cached_tokens: int
+    num_output_tokens: int
+    prefill_chunks: list[PrefillChunk] = []
+    num_preemptions: int = 0
+
+
+class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
+    """The token-ID log: one line a finished request, enough to replay it and to explain each token.
+
+    The five per-token lists have one entry for each of `token_ids`, in output order. `token_ids`
+    includes the EOS or stop token when one ended the request; `text` does not. `identity_sha256`
+    points at the Identity line of the same log (SHA-256 of its JSON). `received_ns`, `tokenized_ns` and
+    `flushed_ns` are the server's: HTTP body read, prompt ids ready, last byte written.
+    """
+
+    schema: int = SCHEMA_VERSION
+    request_id: str
+    trace_id: str | None
+    span_id: str | None
+    endpoint: str
+    identity_sha256: str
+    received_unix_ns: int
+    received_ns: int
+    tokenized_ns: int
+    arrived_ns: int
+    first_scheduled_ns: int | None
+    first_token_ns: int | None
+    finished_ns: int
+    flushed_ns: int
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    token_ids: list[int]
+    emitted_ns: list[int]
+    step_index: list[int]
+    batch_size: list[int]
+    logprobs: list[float | None]
+    text: str
+    finish_reason: FinishReason
+    error: str | None
+    num_cached_tokens: int
+    prefill_chunks: list[PrefillChunk]
+    num_preemptions: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts as the endpoint reported them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+class RequestRow(Row, frozen=True, kw_only=True, tag="request"):
+    """A request as the client saw it: what was asked, when each read came, what came back.
+
+    `case_id` names the workload case, equal on all sides; `repeat_index` counts its repetitions on this
+    side, `block_index` the interleaving block it ran in. `intended_ns` is when the workload wanted it
+    sent, `sent_ns` just before the request was written, `chunk_received_ns[i]` when the i-th content
+    chunk was read off the socket (before parsing), `chunk_num_tokens[i]` how many tokens it held (None
+    where the endpoint does not say). `token_ids`, `logprobs`, `top_logprobs` are None where the endpoint
+    gives none. Outcome: `ok` a complete well-formed answer; `failed` an error reply or a malformed
+    answer; `unknown` a time-out or a connection lost (the work may have happened).
+    """
+
+    schema: int = SCHEMA_VERSION
+    request_id: str
+    case_id: str
+    repeat_index: int = 0
+    block_index: int = 0
+    trace_id: str | None = None
+    intended_ns: int
+    sent_ns: int
+    headers_received_ns: int | None
+    chunk_received_ns: list[int]
+    chunk_num_tokens: list[int | None]
+    finished_ns: int
+    sent_unix_ns: int
+    outcome: Outcome
+    status: int | None
+    error: str | None
+    prompt_token_ids: list[int] | None
+    text: str
+    token_ids: list[int] | None
+    token_texts: list[str] | None = None
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[str, float]]] | None
+    finish_reason: str | None
+    usage: Usage | None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks, immutable. Exactly one of `prompt` and `messages` is set.
+
+    `prompt` is text or token ids and goes to /v1/completions; `messages` to /v1/chat/completions.
+    `extra` holds further body fields, passed through as they are.
+    """
+
+    case_id: str
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, str]] | None = None
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stream: bool = True
+    extra: dict[str, bool | int | float | str | list[str] | list[int] | None] = {}
+
+
+def encode_row(row: msgspec.Struct) -> bytes:
+    """One JSON line without the newline; floats keep their shortest exact form."""
+    return msgspec.json.encode(row)
+
+
+def decode_row(line: bytes, row_type: type[T]) -> T:
+    """The row in `line`; ValueError (msgspec.DecodeError) when it is not one of `row_type`."""
+    return msgspec.json.decode(line, type=row_type)
