@@ -67,7 +67,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRow(Row, frozen=True, kw_only=True, tag="step"):
-    """One engine step. Counts are of this step; `num_waiting`, `num_running` and blocks are after scheduling."""
+    """One engine step; `num_waiting`, `num_running` and the block counts are after scheduling."""
 
     step_index: int
     started_ns: int
@@ -87,7 +87,7 @@ class StepRow(Row, frozen=True, kw_only=True, tag="step"):
 
 
 class TokenRow(Row, frozen=True, kw_only=True, tag="token"):
-    """One output token as it left the model. `logprob` is of the model's own distribution before temperature."""
+    """One output token as it left the model; `logprob` is the model's own, before temperature."""
 
     request_id: str
     token_index: int
