@@ -18,7 +18,7 @@ Dtype = Literal["fp32", "bf16"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that shapes one engine process.
 
-    `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 4 GiB.
+    `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 2 GiB.
     `max_model_len` 0 means: what the model's config says. `max_num_waiting` bounds the queue (429 beyond).
     `faults` are names from `engine/faults.py`, empty in every healthy engine.
     """

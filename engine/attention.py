@@ -1,0 +1,97 @@
+"""Attention over a paged KV cache: the boundary, and the readable truth.
+
+Owns: the AttentionBackend protocol, the KV cache tensors, TorchAttention. Refuses to know: layers' other
+parts, scheduling, sampling. Invariants: K and V of the new rows are written before they are read; row i
+attends to exactly the positions <= its own of its own sequence; slots outside a row's context never matter.
+
+Usage: `attention.plan(batch)` once a step, then `attention.forward(q, k, v, layer)` for each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from firstdiff.engine.batch import Batch
+
+
+class AttentionBackend(Protocol):
+    """How a step's rows attend to the cache."""
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare everything that the layers share; valid until the next `plan`."""
+        ...
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        """Store k, v [N, Hkv, D] in the cache of `layer`, attend with q [N, H, D], return [N, H * D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """K and V of all layers, each [layers, num_blocks, block_size, Hkv, D]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> KVCache:
+        """Zeroed, so that masked slots are finite; the system commits pages only once they are written."""
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, layer: int) -> None:
+        """Put k, v [N, Hkv, D] into slots [N] of `layer`."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, k)
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+class TorchAttention:
+    """Attention as the textbook has it, one sequence at a time, softmax in fp32: what others must equal."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._batch: Batch | None = None
+
+    def plan(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._batch is not None
+        batch, out = self._batch, torch.empty_like(q)
+        self._cache.write(k, v, batch.slot_mapping, layer)
+        for row, (end, table) in enumerate(zip(batch.context_lens, batch.block_tables, strict=True)):
+            rows = slice(row, row + 1)
+            out[rows] = self._attend(q[rows], torch.tensor(table), end - 1, layer)
+        for span in batch.prefills:
+            rows = slice(span.row, span.row + span.num_rows)
+            out[rows] = self._attend(q[rows], span.block_table, span.start, layer)
+        return out.flatten(1)
+
+    def _attend(self, q: torch.Tensor, block_table: torch.Tensor, start: int, layer: int) -> torch.Tensor:
+        """Attention of q [M, H, D] at positions start .. start + M over the blocks of its sequence."""
+        num_rows, num_heads, head_dim = q.shape
+        end = start + num_rows
+        keys = self._cache.keys[layer][block_table].flatten(0, 1)[:end].float()  # [T, Hkv, D]
+        values = self._cache.values[layer][block_table].flatten(0, 1)[:end].float()
+        group = num_heads // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)  # [T, H, D]
+        scores = torch.einsum("mhd,thd->hmt", q.float(), keys) * head_dim**-0.5
+        ahead = torch.arange(end) > torch.arange(start, end)[:, None]  # [M, T]
+        weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
+        return torch.einsum("hmt,thd->mhd", weights, values).to(q.dtype)

@@ -1,0 +1,43 @@
+"""A matrix product with fixed weights, in the fastest form this machine has.
+
+Owns: the choice between plain and packed weights. Refuses to know: what the layer means.
+Invariants: `Linear(w)(x)` equals `x @ w.T` up to rounding, whichever form is used (tests/parity).
+
+oneDNN can lay a weight out once for its kernels, which saves a third to a half of the time of small
+batches. The two operators for that are private to torch, so their absence falls back to plain.
+
+Usage: `project = Linear(weight); y = project(x)`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_ROWS_HINT = 8  # the batch size the packed layout is tuned for; any other works
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch and this CPU can run packed weights of `dtype`."""
+    mkldnn = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not (hasattr(mkldnn, "_reorder_linear_weight") and hasattr(mkldnn, "_linear_pointwise")):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(mkldnn._is_mkldnn_bf16_supported()))
+
+
+class Linear:
+    """`weight` [out, in] without a bias; call with x [N, in] for [N, out]."""
+
+    def __init__(self, weight: torch.Tensor, *, pack: bool = True) -> None:
+        self.packed = pack and can_pack(weight.dtype)
+        self._weight = weight
+        if self.packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+            return y
+        return F.linear(x, self._weight)

@@ -1,0 +1,46 @@
+"""One step on the model: lay out, run, sample.
+
+Owns: the order of the three. Refuses to know: why these sequences, what happens to the tokens.
+Invariants: one result an item, in order, None where the item does not sample.
+
+Usage: `runner = ModelRunner(decoder, attention, prepare); sampled = runner.execute(batch)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from firstdiff.engine.attention import AttentionBackend
+from firstdiff.engine.batch import Batch
+from firstdiff.engine.model import Decoder
+from firstdiff.engine.sampler import sample
+from firstdiff.engine.sequence import SampledToken, ScheduledBatch
+
+Prepare = Callable[[ScheduledBatch], Batch]
+
+
+class ModelRunner:
+    """Runs scheduled batches through a decoder."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, prepare: Prepare) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._prepare = prepare
+
+    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+        """Sampled tokens by item; FloatingPointError when the model gave NaN."""
+        with torch.inference_mode():
+            logits = self._decoder.forward(self._prepare(batch), self._attention)
+            sampled = iter(
+                sample(
+                    logits,
+                    [
+                        (item.sequence.sampling, item.start + item.num_scheduled_tokens)
+                        for item in batch.items
+                        if item.samples
+                    ],
+                )
+            )
+        return [next(sampled) if item.samples else None for item in batch.items]

@@ -1,0 +1,1 @@
+"""The pytest plugin: fixtures that start replicas, drive Runs and compare them."""
