@@ -18,6 +18,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 SCHEMA_VERSION = 1
 
+UNREADABLE = (msgspec.DecodeError, RecursionError)
+"""What decoding a damaged or hostile line raises (RecursionError: thousands of nested brackets)."""
+
 Outcome = Literal["ok", "failed", "unknown"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 

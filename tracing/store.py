@@ -2,8 +2,8 @@
 
 Owns: the file layout (`manifest.json`, `<name>.jsonl`, `verdict.json`) and its durability. Refuses to
 know: what rows mean. Invariants: a line is written by one `write` call and is never changed afterwards;
-a Run killed at any moment reads back up to its last whole row; `manifest.json` and `verdict.json` are
-replaced atomically; opening never writes.
+a Run killed at any moment reads back up to its last whole row and can be resumed from there;
+`manifest.json` and `verdict.json` are replaced atomically; opening never writes.
 
 Usage: `with Run.create(path, manifest) as run: run.append("requests", row)`.
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
-from firstdiff.tracing.records import SCHEMA_VERSION, Identity, Row
+from firstdiff.tracing.lines import LineFile
+from firstdiff.tracing.records import SCHEMA_VERSION, UNREADABLE, Identity, Row
 
 R = TypeVar("R", bound=Row)
 
@@ -47,13 +47,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run:
-    """A directory of rows, open for appending (`create`) or reading (`open`)."""
+    """A directory of rows, open for appending (`create`, `resume`) or reading (`open`)."""
 
     def __init__(self, path: Path, manifest: Manifest, *, writable: bool) -> None:
         self.path = path
         self.manifest = manifest
         self._writable = writable
-        self._files: dict[str, FileIO] = {}
+        self._files: dict[str, LineFile] = {}
         self.truncated: dict[str, int] = {}
         """Bytes of an unfinished last line, by row-file name, of the files read so far."""
 
@@ -75,7 +75,7 @@ class Run:
             raise ValueError(f"expected a Run directory with manifest.json, got {path}: see `firstdiff run`")
         try:
             manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ValueError(f"expected a Firstdiff manifest in {file}, got: {error}") from error
         if manifest.schema > SCHEMA_VERSION:
             raise ValueError(
@@ -84,22 +84,26 @@ class Run:
             )
         return cls(path, manifest, writable=False)
 
+    @classmethod
+    def resume(cls, path: Path) -> Run:
+        """Open an existing Run to append more rows, also one whose writer was killed; errors as `open`."""
+        return cls(path, cls.open(path).manifest, writable=True)
+
     def append(self, name: str, row: msgspec.Struct) -> None:
         """Append `row` to `<name>.jsonl` as one line, in one write."""
         self.append_line(name, msgspec.json.encode(row))
 
     def append_line(self, name: str, line: bytes) -> None:
-        """Append an already encoded line (no newline inside) to `<name>.jsonl`."""
+        """Append an already encoded line (no newline inside) to `<name>.jsonl`.
+
+        OSError (disk full, say) leaves the file as it was; ValueError when another process is writing it.
+        """
         if not self._writable:
-            raise ValueError(f"expected a Run opened by create, got {self.path} opened for reading")
-        assert b"\n" not in line
+            raise ValueError(f"expected a Run open for appending, got {self.path} opened for reading")
         file = self._files.get(name)
         if file is None:
-            file = self._files[name] = FileIO(self.path / f"{name}.jsonl", "a")
-        view = memoryview(line + b"\n")
-        while view:
-            # A short write (disk full) raises on the next round; the reader drops the unfinished line.
-            view = view[file.write(view) :]
+            file = self._files[name] = LineFile(self.path / f"{name}.jsonl")
+        file.append(line)
 
     def rows(self, name: str, row_type: type[R]) -> Iterator[R]:
         """Rows of `<name>.jsonl` in file order; none when there is no such file.
@@ -118,7 +122,7 @@ class Run:
                     return
                 try:
                     yield decoder.decode(line)
-                except msgspec.DecodeError as error:
+                except UNREADABLE as error:
                     raise ValueError(
                         f"expected a {row_type.__name__} in {file} line {number}, got: {error}"
                     ) from error
@@ -131,7 +135,6 @@ class Run:
     def close(self) -> None:
         """Flush to disk and close; the Run stays readable."""
         for file in self._files.values():
-            os.fsync(file.fileno())
             file.close()
         self._files.clear()
 

@@ -161,6 +161,48 @@ class TokenLogFold:
         return row
 
 
+def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
+    """The engine rows that `row` was folded from, so that a checker can fold a saved log again.
+
+    Exact but for `top_logprobs`, which the log does not keep. ValueError when the per-token lists differ
+    in length.
+    """
+    columns = (row.token_ids, row.emitted_ns, row.step_index, row.batch_size, row.logprobs)
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(
+            f"expected lists of {len(row.token_ids)} tokens in request {row.request_id}, "
+            f"got lengths {[len(column) for column in columns]}: the log row is damaged"
+        )
+    tokens = [
+        TokenRow(
+            request_id=row.request_id,
+            token_index=index,
+            token_id=token_id,
+            emitted_ns=row.emitted_ns[index],
+            step_index=row.step_index[index],
+            batch_size=row.batch_size[index],
+            logprob=row.logprobs[index],
+        )
+        for index, token_id in enumerate(row.token_ids)
+    ]
+    engine = EngineRequestRow(
+        request_id=row.request_id,
+        prompt_token_ids=row.prompt_token_ids,
+        sampling=row.sampling,
+        arrived_ns=row.arrived_ns,
+        first_scheduled_ns=row.first_scheduled_ns,
+        first_token_ns=row.first_token_ns,
+        finished_ns=row.finished_ns,
+        finish_reason=row.finish_reason,
+        error=row.error,
+        num_cached_tokens=row.num_cached_tokens,
+        num_output_tokens=len(tokens),
+        prefill_chunks=row.prefill_chunks,
+        num_preemptions=row.num_preemptions,
+    )
+    return tokens, engine
+
+
 def phase_durations_ns(row: TokenLogRow) -> dict[str, int]:
     """How long each phase took, in the order of PHASES: a partition of received_ns .. flushed_ns.
 
@@ -244,7 +286,7 @@ def read_token_log(path: Path) -> tuple[list[Identity], list[TokenLogRow]]:
     for number, line in enumerate(read_lines(file), start=1):
         try:
             row = decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ValueError(
                 f"expected an identity or token_log row in {file} line {number}, got: {error}"
             ) from error
