@@ -18,6 +18,7 @@ import msgspec
 from firstdiff.tracing.lines import LineFile, read_lines
 from firstdiff.tracing.names import PHASES
 from firstdiff.tracing.records import (
+    UNREADABLE,
     EngineRequestRow,
     Identity,
     Row,
