@@ -232,7 +232,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int | None = None
     stream: bool = True
-    extra: dict[str, bool | int | float | str | list[str] | list[int] | None] = {}
+    extra: dict[str, bool | int | float | str | list[str | int] | None] = {}
 
 
 def encode_row(row: msgspec.Struct) -> bytes:
@@ -241,5 +241,5 @@ def encode_row(row: msgspec.Struct) -> bytes:
 
 
 def decode_row(line: bytes, row_type: type[T]) -> T:
-    """The row in `line`; ValueError (msgspec.DecodeError) when it is not one of `row_type`."""
+    """The row in `line`; raises one of UNREADABLE when it is not one of `row_type`."""
     return msgspec.json.decode(line, type=row_type)
