@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,8 +21,8 @@ from firstdiff.engine.openai_fields import ApiError, Fields, describe, expected
 from firstdiff.engine.openai_unsupported import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, UNSUPPORTED_MESSAGE
 from firstdiff.tracing.records import Sampling
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 
 COMPLETION_MAX_TOKENS = 16
@@ -337,7 +337,7 @@ def _stop_token_ids(fields: Fields, limits: Limits) -> list[int]:
 
 
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    options = fields.object("stream_options")
+    options = fields.nested("stream_options")
     if options is None:
         return False, False
     if not stream:

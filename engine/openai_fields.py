@@ -141,7 +141,7 @@ class Fields:
             return value
         raise expected(f"an array of at most {most} items", value, self.param(name))
 
-    def object(self, name: str) -> Fields | None:
+    def nested(self, name: str) -> Fields | None:
         """A nested object, to be read and finished like this one."""
         value = self.take(name)
         if value is None:
