@@ -157,11 +157,11 @@ def done_repeats(run: Run) -> set[tuple[str, int]]:
 class _Lane:
     """Sends jobs to one side and writes their rows."""
 
-    def __init__(self, side: Side, clock: Clock, *, rows: str, on_done: Callable[[], None]) -> None:
+    def __init__(self, side: Side, clock: Clock, *, rows: str, on_row: Callable[[RequestRow], None]) -> None:
         self.side = side
         self._clock = clock
         self._rows = rows
-        self._on_done = on_done
+        self._on_row = on_row
         self.dispatch_lags_ns: array[int] = array("q")
 
     async def closed_loop(self, jobs: Sequence[_Job], concurrency: int) -> None:
@@ -199,7 +199,7 @@ class _Lane:
         )
         self.side.run.append(self._rows, row)
         self.dispatch_lags_ns.append(row.sent_ns - row.intended_ns)
-        self._on_done()
+        self._on_row(row)
 
     def finish(self, loop_lags_ns: Sequence[int]) -> None:
         """Write the client's health into the manifest and mark the Run complete."""
@@ -222,13 +222,34 @@ async def _all_of(work: Sequence[Coroutine[None, None, None]]) -> None:
 
 async def _warm_up(side: Side, cases: Sequence[Request], clock: Clock, concurrency: int) -> None:
     repeat_index = len(list(side.run.rows(WARMUP, RequestRow)))
-    lane = _Lane(side, clock, rows=WARMUP, on_done=lambda: None)
+    lane = _Lane(side, clock, rows=WARMUP, on_row=lambda _: None)
     await lane.closed_loop([_Job(case, repeat_index, 0) for case in cases], concurrency)
 
 
-def _counting(report: Report, num_total: int) -> Callable[[], None]:
+def _counting(report: Report, num_total: int) -> Callable[[RequestRow], None]:
     numbers = count(1)
-    return lambda: report(next(numbers), num_total)
+    return lambda _: report(next(numbers), num_total)
+
+
+async def ask_all(
+    endpoint: Endpoint,
+    repeats: Sequence[tuple[Request, int]],
+    run: Run,
+    *,
+    clock: Clock,
+    concurrency: int,
+    report: Report = no_report,
+) -> list[RequestRow]:
+    """Ask (request, repeat index) pairs in a closed loop into `run`; their rows in the same order."""
+    rows: dict[tuple[str, int], RequestRow] = {}
+
+    def keep(row: RequestRow) -> None:
+        rows[row.case_id, row.repeat_index] = row
+        report(len(rows), len(repeats))
+
+    lane = _Lane(Side(run.manifest.label, endpoint, run), clock, rows=REQUESTS, on_row=keep)
+    await lane.closed_loop([_Job(request, repeat, 0) for request, repeat in repeats], concurrency)
+    return [rows[request.case_id, repeat] for request, repeat in repeats]
 
 
 async def drive(
@@ -257,7 +278,7 @@ async def drive(
     timed = list(zip(jobs, poisson_arrivals_s(rate_per_s or 1.0, seed=seed), strict=False))
     timed = [(job, at_s) for job, at_s in timed if (job.case.case_id, job.repeat_index) not in done]
     jobs = [job for job, _ in timed]
-    lane = _Lane(side, clock, rows=REQUESTS, on_done=_counting(report, len(jobs)))
+    lane = _Lane(side, clock, rows=REQUESTS, on_row=_counting(report, len(jobs)))
     await _warm_up(side, warmup, clock, concurrency)
     async with LoopLagProbe(clock) as probe:
         if rate_per_s is None:
@@ -290,8 +311,8 @@ async def drive_interleaved(
         raise ValueError("expected one Run for each side, got none or one Run twice")
     done = [done_repeats(side.run) for side in sides]
     wanted = [(case.case_id, repeat) for case in cases for repeat in range(repeats)]
-    on_done = _counting(report, sum(pair not in pairs for pairs in done for pair in wanted))
-    lanes = [_Lane(side, clock, rows=REQUESTS, on_done=on_done) for side in sides]
+    on_row = _counting(report, sum(pair not in pairs for pairs in done for pair in wanted))
+    lanes = [_Lane(side, clock, rows=REQUESTS, on_row=on_row) for side in sides]
     turn = count()
     for side in sides:
         await _warm_up(side, warmup, clock, concurrency)

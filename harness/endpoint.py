@@ -94,7 +94,8 @@ class HttpEndpoint:
         try:
             status, body = await probe.get("/v1/models")
             if status != 200:
-                raise ValueError(
+                # A server in trouble is no mistake of the user's; a path that it does not know is.
+                raise (EndpointError if status >= 500 else ValueError)(
                     f"expected a list of models from {probe.url}/v1/models, got status {status}: "
                     f"{error_body_text(body)[:200]}"
                 )

@@ -2,9 +2,9 @@
 
 Owns: run ids and the client's part of the manifest. Refuses to know: pacing, verdicts.
 Invariants: a run id is unique to side and moment, short and printable, since it begins every request id;
-the spec in the manifest makes the same cases again.
+the manifest's workload fields make the same cases again.
 
-Usage: `run = new_run(path, label="base", endpoint=endpoint, spec=spec, cases=cases, clock=clock)`.
+Usage: `run = new_run(path, label="base", endpoint=endpoint, workload=spec_fields, cases=cases, clock=clock)`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from firstdiff.harness.client_health import machine_summary
 from firstdiff.harness.endpoint import HttpEndpoint
-from firstdiff.harness.workload import WorkloadSpec, workload_sha256
+from firstdiff.harness.workload import workload_sha256
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import Request
 from firstdiff.tracing.store import Manifest, Run
@@ -39,11 +38,14 @@ def new_run(
     *,
     label: str,
     endpoint: HttpEndpoint,
-    spec: WorkloadSpec,
+    workload: dict[str, Any],
     cases: Sequence[Request],
     clock: Clock,
 ) -> Run:
-    """Create the Run at `path`; ValueError when one is there already."""
+    """Create the Run at `path`; ValueError when one is there already.
+
+    `workload` is what made `cases`, as plain fields.
+    """
     created_unix_ns = clock.now_unix_ns()
     manifest = Manifest(
         run_id=new_run_id(label, unix_ns=created_unix_ns),
@@ -52,7 +54,7 @@ def new_run(
         endpoint=endpoint.url,
         dialect=endpoint.dialect.name,
         model=endpoint.model,
-        workload=msgspec.to_builtins(spec),
+        workload=workload,
         workload_sha256=workload_sha256(cases),
         identity=endpoint.identity,
         client={"firstdiff": importlib.metadata.version("firstdiff"), **machine_summary()},

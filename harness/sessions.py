@@ -1,0 +1,217 @@
+"""What the commands do with endpoints: fill one Run, fill two in turns, fill three from replicas.
+
+Owns: the order of connecting, making cases, creating Runs, driving and collecting. Refuses to know: flags,
+printing, verdicts. Invariants: no Run directory is made before its endpoint answered; all sides of a session
+are asked the same cases; a session that breaks off leaves its Runs readable and marked incomplete.
+
+Usage: `run = await fill_run(target, path, spec=spec, clock=clock, report=report)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from firstdiff.harness.driver import Order, Report, Side, drive, drive_interleaved
+from firstdiff.harness.endpoint import HttpEndpoint
+from firstdiff.harness.replica import Replica, collect_rows
+from firstdiff.harness.runs import new_run
+from firstdiff.harness.workload import WorkloadSpec, make_cases, warmup_cases, workload_sha256
+from firstdiff.tracing.clock import Clock
+from firstdiff.tracing.records import Request, RequestRow
+from firstdiff.tracing.store import Run
+
+_COLLECT_TRIES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """An endpoint as a user names it. `log_dir` is its server's log directory, where it is at hand."""
+
+    url: str
+    label: str
+    model: str | None = None
+    dialect: str | None = None
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    log_dir: Path | None = None
+
+    async def connect(self, clock: Clock) -> HttpEndpoint:
+        """Ask the endpoint what it is; EndpointError, ValueError."""
+        return await HttpEndpoint.connect(
+            self.url,
+            model=self.model,
+            dialect=self.dialect,
+            api_key=self.api_key,
+            timeout_s=self.timeout_s,
+            clock=clock,
+        )
+
+
+def resolve_spec(spec: WorkloadSpec, endpoints: Sequence[HttpEndpoint]) -> WorkloadSpec:
+    """`spec` with the vocabulary size that the endpoints tell, where random tokens need one."""
+    sizes = [endpoint.identity.vocab_size for endpoint in endpoints if endpoint.identity is not None]
+    if spec.kind != "tokens" or spec.vocab_size or not sizes:
+        return spec
+    return msgspec.structs.replace(spec, vocab_size=min(sizes))
+
+
+async def fill_run(
+    target: Target,
+    path: Path,
+    *,
+    spec: WorkloadSpec,
+    clock: Clock,
+    report: Report,
+    num_warmup: int = 1,
+    resume: bool = False,
+) -> Run:
+    """Run the workload against one endpoint into `path`; with `resume`, what is left of an earlier Run."""
+    async with AsyncExitStack() as stack:
+        endpoint = await target.connect(clock)
+        stack.push_async_callback(endpoint.close)
+        spec = resolve_spec(spec, [endpoint])
+        cases = make_cases(spec)
+        run = (
+            _resumed(path, endpoint, cases)
+            if resume
+            else new_run(
+                path,
+                label=target.label,
+                endpoint=endpoint,
+                workload=msgspec.to_builtins(spec),
+                cases=cases,
+                clock=clock,
+            )
+        )
+        stack.enter_context(run)
+        await drive(
+            endpoint,
+            cases,
+            run,
+            clock=clock,
+            concurrency=spec.concurrency,
+            rate_per_s=spec.rate_per_s,
+            seed=spec.seed,
+            repeats=spec.repeats,
+            warmup=warmup_cases(cases, num_warmup),
+            report=report,
+        )
+        await _collect(target, run)
+    return Run.open(path)
+
+
+def _resumed(path: Path, endpoint: HttpEndpoint, cases: Sequence[Request]) -> Run:
+    run = Run.resume(path)
+    manifest = run.manifest
+    wanted = (endpoint.model, workload_sha256(cases), endpoint.identity)
+    if wanted != (manifest.model, manifest.workload_sha256, manifest.identity):
+        run.close()
+        raise ValueError(
+            f"expected the model, workload and server of {path} to resume it, got others: "
+            "repeat its flags, or choose another directory"
+        )
+    return run
+
+
+async def fill_runs_in_turn(
+    targets: Sequence[Target],
+    out: Path,
+    *,
+    spec: WorkloadSpec,
+    order: Order,
+    block_size: int,
+    clock: Clock,
+    report: Report,
+    num_warmup: int = 2,
+) -> list[Run]:
+    """Run one workload on all targets interleaved, each into `out/<label>`."""
+    if spec.rate_per_s is not None:
+        raise ValueError("expected a closed loop where sides take turns, got a rate: use --concurrency")
+    async with AsyncExitStack() as stack:
+        endpoints = [await target.connect(clock) for target in targets]
+        for endpoint in endpoints:
+            stack.push_async_callback(endpoint.close)
+        spec = resolve_spec(spec, endpoints)
+        cases = make_cases(spec)
+        sides = []
+        for target, endpoint in zip(targets, endpoints, strict=True):
+            run = new_run(
+                out / target.label,
+                label=target.label,
+                endpoint=endpoint,
+                workload=msgspec.to_builtins(spec),
+                cases=cases,
+                clock=clock,
+            )
+            sides.append(Side(target.label, endpoint, stack.enter_context(run)))
+        await drive_interleaved(
+            sides,
+            cases,
+            clock=clock,
+            order=order,
+            concurrency=spec.concurrency,
+            block_size=block_size,
+            repeats=spec.repeats,
+            warmup=warmup_cases(cases, num_warmup),
+            report=report,
+        )
+        for target, side in zip(targets, sides, strict=True):
+            await _collect(target, side.run)
+    return [Run.open(out / target.label) for target in targets]
+
+
+async def fill_runs_from_replicas(
+    serve_args: dict[str, Sequence[str]],
+    out: Path,
+    *,
+    spec: WorkloadSpec,
+    block_size: int,
+    clock: Clock,
+    report: Report,
+) -> list[Run]:
+    """Start one replica for each label, run the workload on them in rotating turns, stop them.
+
+    The server logs stay in `out/<label>-server`.
+    """
+    async with AsyncExitStack() as stack:
+        replicas = [
+            Replica(args, label=label, log_dir=out / f"{label}-server") for label, args in serve_args.items()
+        ]
+        for replica in replicas:
+            stack.push_async_callback(asyncio.to_thread, replica.stop)
+        # All are awaited even when one fails, so that none is still starting when they are stopped.
+        starts = await asyncio.gather(
+            *(asyncio.to_thread(replica.start) for replica in replicas), return_exceptions=True
+        )
+        for result in starts:
+            if isinstance(result, BaseException):
+                raise result
+        targets = [
+            Target(url=replica.url, label=replica.label, log_dir=replica.log_dir) for replica in replicas
+        ]
+        return await fill_runs_in_turn(
+            targets,
+            out,
+            spec=spec,
+            order="rotate",
+            block_size=block_size,
+            clock=clock,
+            report=report,
+        )
+
+
+async def _collect(target: Target, run: Run) -> None:
+    """Bring the server's rows where its log is at hand; they are written just after each last byte."""
+    if target.log_dir is None:
+        return
+    num_answered = sum(row.outcome == "ok" for row in run.rows("requests", RequestRow))
+    for _ in range(_COLLECT_TRIES):
+        if collect_rows(target.log_dir, run) >= num_answered:
+            return
+        await asyncio.sleep(0.05)
