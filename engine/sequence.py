@@ -24,6 +24,8 @@ class Sequence:
     arrived_ns: int
     token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the first full blocks of `token_ids`; they outlive a preemption."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was taken from the prefix cache at the first admission."""

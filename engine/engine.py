@@ -1,0 +1,225 @@
+"""The engine: requests in, rows out, one step at a time.
+
+Owns: the order of a step (schedule, execute, commit, emit) and the rows that it emits. Refuses to know:
+HTTP, text, torch, who reads the rows. Invariants: every request that `add` took ends with exactly one
+EngineRequestRow, after all its TokenRows; a StepRow closes each step that had work; all tokens of a step
+carry the stamp of the moment the runner gave them back; a runner that raises fails the sequences of that
+batch only.
+
+Usage: `engine.add(request)`, then `while engine.has_work: engine.step()`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.scheduler import Scheduler
+from firstdiff.engine.sequence import SampledToken, ScheduledBatch, Sequence
+from firstdiff.tracing.clock import Clock
+from firstdiff.tracing.records import EngineRequestRow, FinishReason, Row, Sampling, StepRow, TokenRow
+
+Emit = Callable[[Row], None]
+
+TOKEN_ID_MAX = (1 << 31) - 1
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is asked: token ids in, sampling as resolved."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+
+
+class QueueFullError(ValueError):
+    """As many requests are in flight as the config allows; a later try may succeed."""
+
+
+class Runner(Protocol):
+    """The model, one step at a time."""
+
+    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+        """One result an item, in order: a token where the item samples, else None."""
+        ...
+
+
+class LLMEngine:
+    """A scheduler and a runner, stepped by its owner; not thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        runner: Runner,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        emit: Emit,
+        clock: Clock,
+    ) -> None:
+        self.scheduler = Scheduler(
+            config, num_blocks=num_blocks, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+        )
+        self._runner = runner
+        self._emit = emit
+        self._clock = clock
+        self._num_requests_max = config.max_num_seqs + config.max_num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute anything."""
+        return self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; ValueError when it can never run, QueueFullError when it cannot run now.
+
+        At most `max_num_seqs + max_num_waiting` requests are in flight.
+        """
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise ValueError("expected a prompt of at least 1 token, got none")
+        if not 0 <= min(prompt) <= max(prompt) <= TOKEN_ID_MAX:
+            raise ValueError(
+                f"expected prompt token ids in 0..{TOKEN_ID_MAX}, got {min(prompt)}..{max(prompt)}"
+            )
+        if self.scheduler.num_sequences >= self._num_requests_max:
+            raise QueueFullError(
+                f"expected fewer than {self._num_requests_max} requests in flight, got that many: try again "
+                "later or raise --max-num-waiting"
+            )
+        self.scheduler.add(
+            Sequence(
+                request_id=request.request_id,
+                prompt_token_ids=prompt,
+                sampling=request.sampling,
+                arrived_ns=self._clock.now_ns(),
+            )
+        )
+
+    def abort(self, request_id: str, *, reason: FinishReason = "abort") -> bool:
+        """End a request now, blocks freed and its EngineRequestRow emitted; False when it is not in flight.
+
+        `reason` "stop" is a stop string that the caller saw, "abort" a caller that lost interest.
+        """
+        sequence = self.scheduler.abort(request_id)
+        if sequence is None:
+            return False
+        self._emit(_request_row(sequence, reason, self._clock.now_ns(), error=None))
+        return True
+
+    def step(self) -> list[TokenRow]:
+        """Compute one batch; the rows of its tokens, in batch order. No work: nothing happens, none.
+
+        Emits the TokenRows, then an EngineRequestRow for each request that ended, then the StepRow.
+        """
+        scheduler = self.scheduler
+        started_ns = self._clock.now_ns()
+        num_queried, num_hit = scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens
+        batch = scheduler.schedule(started_ns)
+        if batch is None:
+            return []
+        num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
+        num_used_blocks = scheduler.pool.num_used_blocks
+        scheduled_ns = self._clock.now_ns()
+        sampled, error = self._execute(batch)
+        executed_ns = self._clock.now_ns()
+        if sampled is None:
+            rows: list[TokenRow] = []
+            ended = [
+                _request_row(sequence, "error", executed_ns, error=error)
+                for sequence in scheduler.fail(batch)
+            ]
+        else:
+            finished = scheduler.commit(batch, sampled, executed_ns)
+            rows = _token_rows(batch, sampled, executed_ns)
+            ended = [_request_row(sequence, reason, executed_ns, error=None) for sequence, reason in finished]
+        for row in (*rows, *ended):
+            self._emit(row)
+        self._emit(
+            StepRow(
+                step_index=batch.step_index,
+                started_ns=started_ns,
+                ended_ns=self._clock.now_ns(),
+                schedule_ns=scheduled_ns - started_ns,
+                execute_ns=executed_ns - scheduled_ns,
+                batch_size=len(batch.items),
+                num_prefill_tokens=batch.num_prefill_tokens,
+                num_decode_tokens=batch.num_decode_tokens,
+                num_running=num_running,
+                num_waiting=num_waiting,
+                num_preemptions=batch.num_preemptions,
+                num_used_blocks=num_used_blocks,
+                num_blocks=scheduler.pool.num_blocks,
+                num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens - num_queried,
+                num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens - num_hit,
+            )
+        )
+        return rows
+
+    def _execute(self, batch: ScheduledBatch) -> tuple[list[SampledToken | None] | None, str | None]:
+        """The runner's results, or None and what went wrong."""
+        try:
+            sampled = self._runner.execute(batch)
+            _check_sampled(batch, sampled)
+        except Exception as error:
+            logging.getLogger(__name__).exception("step %d failed", batch.step_index)
+            return None, f"{type(error).__name__}: {error}"
+        return sampled, None
+
+
+def _check_sampled(batch: ScheduledBatch, sampled: list[SampledToken | None]) -> None:
+    expected = [item.samples for item in batch.items]
+    got = [token is not None for token in sampled]
+    if expected != got:
+        raise ValueError(
+            f"expected sampled tokens at items {_indexes(expected)} of {len(expected)}, "
+            f"got them at {_indexes(got)} of {len(got)}: the runner answers item by item"
+        )
+
+
+def _indexes(flags: list[bool]) -> list[int]:
+    return [index for index, flag in enumerate(flags) if flag]
+
+
+def _token_rows(batch: ScheduledBatch, sampled: list[SampledToken | None], emitted_ns: int) -> list[TokenRow]:
+    """A row for each sampled token; `commit` has already appended them to their sequences."""
+    batch_size = len(batch.items)
+    return [
+        TokenRow(
+            request_id=item.sequence.request_id,
+            token_index=item.sequence.num_output_tokens - 1,
+            token_id=token.token_id,
+            emitted_ns=emitted_ns,
+            step_index=batch.step_index,
+            batch_size=batch_size,
+            logprob=token.logprob,
+            top_logprobs=token.top_logprobs,
+        )
+        for item, token in zip(batch.items, sampled, strict=True)
+        if token is not None
+    ]
+
+
+def _request_row(
+    sequence: Sequence, reason: FinishReason, finished_ns: int, *, error: str | None
+) -> EngineRequestRow:
+    return EngineRequestRow(
+        request_id=sequence.request_id,
+        prompt_token_ids=sequence.prompt_token_ids,
+        sampling=sequence.sampling,
+        arrived_ns=sequence.arrived_ns,
+        first_scheduled_ns=sequence.first_scheduled_ns,
+        first_token_ns=sequence.first_token_ns,
+        finished_ns=finished_ns,
+        finish_reason=reason,
+        error=error,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_output_tokens=sequence.num_output_tokens,
+        prefill_chunks=sequence.prefill_chunks,
+        num_preemptions=sequence.num_preemptions,
+    )
