@@ -43,6 +43,7 @@ AttributeValue = str | bool | int | float | Sequence[str]
 
 GAP_NS = 1_000
 NUM_SPANS_MAX = 2 + len(names.PHASES)
+MAX_BATCH_SPANS = 512
 TRACES_PATH = "/v1/traces"
 
 
@@ -211,7 +212,8 @@ class SpanExporterFold:
     """Sends the spans of ended requests to an OTLP/HTTP collector, from a thread of the OpenTelemetry SDK.
 
     `otlp_endpoint` is a collector's base URL (`/v1/traces` is added) or the full traces URL. At most
-    `max_pending_spans` wait; a request that does not fit is dropped whole. Unsampled requests are not sent.
+    `max_pending_spans` wait, beside the batch that is on its way; a request that does not fit is dropped
+    whole. Unsampled requests are not sent. `end` may be called from an event loop.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class SpanExporterFold:
             self._exporter,
             max_queue_size=max_pending_spans,
             schedule_delay_millis=delay_s * 1e3,
-            max_export_batch_size=min(512, max_pending_spans),
+            max_export_batch_size=min(MAX_BATCH_SPANS, max_pending_spans),
         )
         self._num_submitted_spans = 0
         self._num_refused_spans = 0
