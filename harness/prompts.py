@@ -2,7 +2,7 @@
 
 Owns: the words and how they are put together. Refuses to know: sampling, timing, endpoints.
 Invariants: a prompt depends only on (kind, seed, its index), so a longer workload begins with the shorter
-one; no two of a workload's first hundreds are equal; no text is taken from anybody.
+one; no two chat prompts of a workload are equal; no text is taken from anybody.
 
 Usage: `messages = chat_messages(seed=0, index=3)`.
 """
@@ -73,7 +73,8 @@ def chat_messages(*, seed: int, index: int) -> list[dict[str, str]]:
         reader=rng.choice(_READERS),
         notes=notes(rng, num_sentences),
     )
-    messages = [{"role": "user", "content": task}]
+    # The number makes each prompt of a workload differ from all others.
+    messages = [{"role": "user", "content": f"{task}\n\nUse at most {30 + index} words."}]
     shape = rng.random()
     if shape < 0.15:
         style = rng.choice(("briefly", "politely", "with one example", "in plain words"))
