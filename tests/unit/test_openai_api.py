@@ -1,3 +1,5 @@
+"""OpenAI bodies: every field with its type and bounds, everything else refused in the envelope."""
+
 from __future__ import annotations
 
 from random import Random

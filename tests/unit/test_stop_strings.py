@@ -1,3 +1,5 @@
+"""Stop strings are found where reading character by character would find them."""
+
 from __future__ import annotations
 
 from hypothesis import given

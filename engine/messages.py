@@ -1,0 +1,93 @@
+"""What server and engine core say to each other: a closed set of small messages.
+
+Owns: the messages and their encoding. Refuses to know: sockets, threads, HTTP. Invariants: one message a
+step carries all rows of that step in emission order, so a request's last token and its end arrive
+together; every message decodes to exactly one type.
+
+Usage: `wire = encode(StepOutput(rows=rows)); message = decode_from_core(wire)`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from firstdiff.engine.engine import EngineRequest
+from firstdiff.tracing.records import EngineRequestRow, FinishReason, Identity, StepRow, TokenRow
+
+EngineRow = StepRow | TokenRow | EngineRequestRow
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Take this request; answered by its rows or by one Rejected."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End this request now and free its blocks; nothing happens when it has already ended."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Abort everything, send the last rows, then exit."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine is built and takes requests; `pid` is the process that runs it."""
+
+    identity: Identity
+    pid: int
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The engine could not be built; `is_usage` when the user can mend it (a ValueError)."""
+
+    message: str
+    is_usage: bool
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step"):
+    """All rows since the last message, in emission order."""
+
+    rows: list[EngineRow]
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The engine refused a request before it became a sequence."""
+
+    request_id: str
+    cause: Literal["queue_full", "invalid"]
+    message: str
+
+
+class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
+    """The step loop met an error that it cannot go on from; the last message of a core."""
+
+    message: str
+
+
+ToCore = Add | Abort | Shutdown
+FromCore = Ready | StartFailed | StepOutput | Rejected | CoreFailed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_CORE: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_FROM_CORE: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    """One message as msgpack."""
+    return _ENCODER.encode(message)
+
+
+def decode_to_core(wire: bytes) -> ToCore:
+    """The message that `wire` holds; msgspec.DecodeError when it is none."""
+    return _TO_CORE.decode(wire)
+
+
+def decode_from_core(wire: bytes) -> FromCore:
+    """The message that `wire` holds; msgspec.DecodeError when it is none."""
+    return _FROM_CORE.decode(wire)

@@ -1,0 +1,276 @@
+"""The server's life: bind, start the core, serve, stop.
+
+Owns: the order of starting and stopping, the ready line, exit codes. Refuses to know: routes, the engine.
+Invariants: the port is taken before anything slow begins, and listens only when requests can be answered;
+whatever fails, what was started is stopped; a user's mistake is one line on stderr and exit code 2;
+SIGTERM and SIGINT end with exit code 0, requests in flight answered with 503, the log flushed.
+
+Usage: `sys.exit(serve_main(ServeSettings(engine=EngineConfig(model="smollm2-135m"))))`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random, SystemRandom
+
+import msgspec
+from aiohttp import web
+
+from firstdiff.engine.app import Routes
+from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.core import build_from_config
+from firstdiff.engine.core_client import CoreClient, CoreStartError, InProcessCore, ProcessCore
+from firstdiff.engine.dispatcher import Dispatcher
+from firstdiff.engine.faults import check_faults
+from firstdiff.engine.model_store import resolve
+from firstdiff.engine.openai_api import Limits
+from firstdiff.engine.server_ledger import ServerLedger
+from firstdiff.engine.tokenizer import Tokenizer
+from firstdiff.tracing.clock import Clock, SystemClock
+from firstdiff.tracing.records import Identity
+
+EXIT_OK = 0
+EXIT_CRASHED = 1
+EXIT_USAGE = 2
+
+ANSWER_GRACE_S = 5.0
+"""How long answers in flight may take to end after a signal."""
+
+BACKLOG = 1024
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `firstdiff serve` was asked for.
+
+    `port` 0 takes any free one. `log_dir` None keeps no token log, `otlp_endpoint` None sends no spans.
+    `served_model_name` None serves under the model's own name.
+    """
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    log_dir: Path | None = None
+    in_process: bool = False
+    served_model_name: str | None = None
+    otlp_endpoint: str | None = None
+    max_body_bytes: int = 4 << 20
+    body_timeout_s: float = 60.0
+
+    def validate(self) -> None:
+        """Raise ValueError (expected, got, what to do) on the first setting out of bounds."""
+        self.engine.validate()
+        check_faults(self.engine.faults)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"expected --port in 0..65535, got {self.port}")
+        if not 1024 <= self.max_body_bytes <= 1 << 30:
+            raise ValueError(f"expected --max-body-bytes in 1024..{1 << 30}, got {self.max_body_bytes}")
+        if not self.body_timeout_s > 0:
+            raise ValueError(f"expected a body time-out above 0 s, got {self.body_timeout_s}")
+        if self.served_model_name == "":
+            raise ValueError("expected --served-model-name with a character or more, got none: leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers."""
+
+    url: str
+    identity: Identity
+    dispatcher: Dispatcher
+    ledger: ServerLedger
+
+
+def serve_main(settings: ServeSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Mistakes become one line on stderr."""
+    try:
+        asyncio.run(serve(settings))
+    except ValueError as error:
+        print(f"firstdiff serve: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except CoreStartError as error:
+        print(f"firstdiff serve: {error}", file=sys.stderr)
+        return EXIT_USAGE if error.is_usage else EXIT_CRASHED
+    return EXIT_OK
+
+
+async def serve(settings: ServeSettings, *, announce: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; `announce` gets the one ready line (default: stdout)."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    stopped = False
+
+    def stop() -> None:
+        # The first signal stops in order; the next ones have their usual effect.
+        nonlocal stopped
+        stopped = True
+        for number in signals:
+            loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        await _serve_until_cancelled(settings, announce or _print_line)
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+
+
+async def _serve_until_cancelled(settings: ServeSettings, announce: Callable[[str], None]) -> None:
+    settings.validate()
+    listener = bind(settings.host, settings.port)
+    try:
+        folder = await asyncio.to_thread(resolve, settings.engine.model)
+        core: CoreClient
+        if settings.in_process:
+            core = InProcessCore(build_from_config(settings.engine))
+        else:
+            core = ProcessCore(settings.engine)
+        server = running_server(
+            settings,
+            listener=listener,
+            core=core,
+            load_tokenizer=lambda: Tokenizer.load(folder.path),
+            clock=SystemClock(),
+            rng=SystemRandom(),
+        )
+        async with server as running:
+            model = settings.served_model_name or running.identity.model
+            announce(
+                f"firstdiff: listening on {running.url} "
+                f"(model {model}, dtype {running.identity.dtype}, pid {os.getpid()})"
+            )
+            await asyncio.Event().wait()
+    finally:
+        listener.close()
+
+
+@asynccontextmanager
+async def running_server(
+    settings: ServeSettings,
+    *,
+    listener: socket.socket,
+    core: CoreClient,
+    load_tokenizer: Callable[[], Tokenizer],
+    clock: Clock,
+    rng: Random,
+) -> AsyncIterator[RunningServer]:
+    """A server that listens on the bound `listener` for as long as the context is open."""
+    # The core needs seconds for its model: the tokenizer loads meanwhile.
+    tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer))
+    try:
+        identity = await core.start()
+    except BaseException:
+        tokenizer_task.cancel()
+        with suppress(asyncio.CancelledError, ValueError, OSError):
+            await tokenizer_task
+        raise
+    try:
+        tokenizer = await tokenizer_task
+        name = settings.served_model_name or identity.model
+        ledger = _open_ledger(settings, identity, name)
+    except BaseException:
+        await core.stop()
+        raise
+    dispatcher = Dispatcher(core, ledger, clock)
+    routes = Routes(
+        dispatcher=dispatcher,
+        ledger=ledger,
+        tokenizer=tokenizer,
+        limits=Limits(models=(name,), vocab_size=identity.vocab_size, max_model_len=identity.max_model_len),
+        clock=clock,
+        rng=rng,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
+    )
+    runner = web.AppRunner(
+        routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=ANSWER_GRACE_S
+    )
+    delivering = asyncio.create_task(dispatcher.run())
+    try:
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        except OSError as error:
+            # Another process bound the port without listening, and began to listen first.
+            raise _port_error(settings.host, settings.port, error) from error
+        yield RunningServer(_url(settings.host, listener), identity, dispatcher, ledger)
+    finally:
+        await _stop(runner, dispatcher, core, delivering, ledger)
+
+
+async def _stop(
+    runner: web.AppRunner,
+    dispatcher: Dispatcher,
+    core: CoreClient,
+    delivering: asyncio.Task[None],
+    ledger: ServerLedger,
+) -> None:
+    """Stop listening, fail what is in flight, let those answers out, end the core, flush the log."""
+    for site in list(runner.sites):
+        await site.stop()
+    dispatcher.stop_taking("the server is shutting down")
+    try:
+        await runner.cleanup()
+        await core.stop()
+        await delivering
+    finally:
+        await asyncio.to_thread(ledger.close)
+        if ledger.num_lost_rows:
+            print(f"firstdiff serve: {ledger.num_lost_rows} rows of the log were lost", file=sys.stderr)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to host and port, not listening yet; ValueError when that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(f"expected --host as an address of this machine, got {host!r}: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _port_error(host, port, error) from error
+    return listener
+
+
+def _port_error(host: str, port: int, error: OSError) -> ValueError:
+    return ValueError(
+        f"expected a free --port, got {port} on {host}: {os.strerror(error.errno or 0)}: "
+        "stop what uses it, choose another, or 0 for any"
+    )
+
+
+def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -> ServerLedger:
+    try:
+        return ServerLedger(
+            identity,
+            model_name=model_name,
+            log_dir=settings.log_dir,
+            otlp_endpoint=settings.otlp_endpoint,
+        )
+    except OSError as error:
+        raise ValueError(f"expected --log-dir to be writable, got {settings.log_dir}: {error}") from error
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)

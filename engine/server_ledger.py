@@ -1,0 +1,126 @@
+"""What a server remembers of its requests: the folds over the engine's rows, joined with its own stamps.
+
+Owns: the folds (token-ID log, metrics, spans) of one server and the moment at which a request is complete
+for them. Refuses to know: HTTP, text, the engine. Invariants: every request that the engine took and whose
+answer ended is written once, whichever of the two came last; nothing here waits, and nothing here fails a
+request: what a log or a collector did not take is counted and shows in the metrics.
+
+Usage: `ledger.feed(rows); ledger.end(stamps, text=text, flushed_ns=clock.now_ns())`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from firstdiff.engine.engine import EngineRequest
+from firstdiff.tracing.metrics import MetricFold
+from firstdiff.tracing.records import EngineRequestRow, Identity, Row, StepRow
+from firstdiff.tracing.spans import SpanExporterFold
+from firstdiff.tracing.token_log import ServerStamps, TokenLogFold, TokenLogWriter, hash_identity
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    stamps: ServerStamps
+    text: str
+    flushed_ns: int
+
+
+class ServerLedger:
+    """The folds of one server; `log_dir` and `otlp_endpoint` None mean no log and no spans.
+
+    ValueError or OSError when the log directory cannot be used.
+    """
+
+    def __init__(
+        self, identity: Identity, *, model_name: str, log_dir: Path | None, otlp_endpoint: str | None
+    ) -> None:
+        self.identity = identity
+        self.identity_sha256 = hash_identity(identity)
+        self._requests = TokenLogFold()
+        self._metrics = MetricFold(CollectorRegistry(), model_name=model_name)
+        self._log = TokenLogWriter(log_dir, identity) if log_dir is not None else None
+        self._spans = SpanExporterFold(otlp_endpoint, identity) if otlp_endpoint is not None else None
+        self._finished_by_engine: set[str] = set()
+        self._ended: dict[str, _Ended] = {}
+
+    def feed(self, rows: Iterable[Row]) -> None:
+        """Take in the rows of one step, in order."""
+        for row in rows:
+            self._metrics.feed(row)
+            self._requests.feed(row)
+            if isinstance(row, StepRow):
+                if self._log is not None:
+                    self._log.write_step(row)
+            elif isinstance(row, EngineRequestRow):
+                self._engine_finished(row.request_id)
+
+    def end(self, stamps: ServerStamps, *, text: str, flushed_ns: int) -> None:
+        """The answer of a request ended: flushed, failed or left by its client."""
+        self._ended[stamps.request_id] = _Ended(stamps, text, flushed_ns)
+        if stamps.request_id in self._finished_by_engine:
+            self._complete(stamps.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The engine refused this request: nothing will be written of it."""
+        self._ended.pop(request_id, None)
+
+    def fail(
+        self, request: EngineRequest, *, arrived_ns: int, finished_ns: int, error: str
+    ) -> EngineRequestRow:
+        """The engine died with this request in it: the row it could not send, fed to all folds."""
+        row = self._requests.fail(
+            request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            arrived_ns=arrived_ns,
+            finished_ns=finished_ns,
+            error=error,
+        )
+        self._metrics.feed(row)
+        self._engine_finished(row.request_id)
+        return row
+
+    def exposition(self, accept: str) -> tuple[str, bytes]:
+        """(content type, body) for a metrics scrape."""
+        self._metrics.observe_losses(
+            num_lost_rows=self.num_lost_rows,
+            num_dropped_spans=self._spans.num_dropped_spans if self._spans is not None else 0,
+        )
+        return self._metrics.exposition(accept)
+
+    @property
+    def num_lost_rows(self) -> int:
+        """Rows that the log could not take."""
+        return self._log.num_lost_rows if self._log is not None else 0
+
+    def close(self) -> None:
+        """Flush the log to disk and the spans to their collector (2 s at most)."""
+        if self._log is not None:
+            self._log.close()
+        if self._spans is not None:
+            self._spans.close()
+
+    def _engine_finished(self, request_id: str) -> None:
+        self._finished_by_engine.add(request_id)
+        if request_id in self._ended:
+            self._complete(request_id)
+
+    def _complete(self, request_id: str) -> None:
+        self._finished_by_engine.remove(request_id)
+        ended = self._ended.pop(request_id)
+        row = self._requests.end(
+            ended.stamps,
+            text=ended.text,
+            flushed_ns=ended.flushed_ns,
+            identity_sha256=self.identity_sha256,
+        )
+        self._metrics.observe_end(row)
+        if self._log is not None:
+            self._log.write(row)
+        if self._spans is not None:
+            self._spans.end(row, ended.stamps)

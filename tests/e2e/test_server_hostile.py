@@ -1,0 +1,253 @@
+"""Whatever a client sends: an answer in time, 2xx or 4xx, refusals in OpenAI's envelope."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted_server import MODEL, Script, ServerUnderTest, scripted_server, spell
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PATHS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
+BODY_BYTES_MAX = 100_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerUnderTest]:
+    with scripted_server(Script(spell("one two é three ")), max_body_bytes=BODY_BYTES_MAX) as running:
+        yield running
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+    | st.sampled_from(
+        [-1, 0, 1, 2**63, -(2**63), 2**64, 10**30, 1e308, -0.0, 5e-324, "", "\0", "\ufffd", "🙂"]
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+IDS = st.lists(st.integers(0, 258), min_size=1, max_size=8)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.just(MODEL),
+    "prompt": st.text(max_size=12)
+    | IDS
+    | st.lists(st.text(max_size=5), max_size=3)
+    | st.lists(IDS, max_size=3),
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {
+                "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+                "content": st.text(max_size=9) | JSON,
+            }
+        ),
+        max_size=3,
+    ),
+    "max_tokens": st.integers(1, 6),
+    "max_completion_tokens": st.integers(1, 6),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(-1, 300),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    "stop_token_ids": IDS,
+    "ignore_eos": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 20),
+    "top_logprobs": st.integers(0, 20),
+    "stream": st.booleans(),
+    "stream_options": st.dictionaries(
+        st.sampled_from(["include_usage", "continuous_usage_stats"]), st.booleans(), max_size=2
+    ),
+    "return_token_ids": st.booleans(),
+    "user": st.text(max_size=5),
+    "n": st.integers(0, 2),
+    "echo": st.booleans(),
+    "tokens": IDS,
+    "add_special_tokens": st.booleans(),
+    "tools": st.just([]),
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """Mostly well-formed fields, so that most bodies get past the first check; some are anything."""
+    needed = draw(st.sampled_from([("prompt",), ("messages",), ("tokens",), ()]))
+    names = {"model", "max_tokens", *needed} | set(
+        draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=4))
+    )
+    body = {name: draw(FIELDS[name]) for name in sorted(names)}
+    if draw(st.integers(0, 2)) == 0:
+        body[draw(st.sampled_from(sorted(FIELDS)) | st.text(max_size=6))] = draw(JSON)
+    return body
+
+
+def check_answer(status: int, headers: dict[str, str], body: bytes) -> None:
+    assert 200 <= status < 300 or 400 <= status < 500, (status, body)
+    if status >= 400:
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"].startswith("expected "), error
+        assert ", got" in error["message"], error
+    elif headers["content-type"].startswith("text/event-stream"):
+        *events, done, rest = body.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        for event in events:
+            assert "error" not in json.loads(event.removeprefix(b"data: "))
+    else:
+        json.loads(body)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(PATHS), body=bodies())
+def test_any_json_body_gets_an_answer(server: ServerUnderTest, path: str, body: dict[str, Any]) -> None:
+    check_answer(*server.request("POST", path, body))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(PATHS), body=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
+def test_any_bytes_get_an_answer(server: ServerUnderTest, path: str, body: bytes) -> None:
+    check_answer(*server.request("POST", path, body))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[" * 90_000, 400),
+        (b'{"a":' * 15_000 + b"1" + b"}" * 15_000, 400),
+        (b'{"model":"\\ud800"}', 400),
+        (b'{"model":"\xed\xa0\x80"}', 400),
+        (b'{"model":"\xff"}', 400),
+        (b'{"seed":NaN}', 400),
+        (b'{"seed":1e999}', 400),
+        (b'{"seed":' + b"9" * 50_000 + b"}", 400),
+        (b"x" * (BODY_BYTES_MAX + 1), 413),
+        (gzip.compress(b"{}"), 400),
+    ],
+)
+def test_malformed_bodies(server: ServerUnderTest, path: str, body: bytes, status: int) -> None:
+    assert server.refusal(path, body)[0] == status
+
+
+def test_a_nested_value_in_any_field_is_described_by_size(server: ServerUnderTest) -> None:
+    deep: Any = []
+    for _ in range(400):
+        deep = [deep]
+    for field in FIELDS:
+        for path in (COMPLETIONS, CHAT):
+            known = (
+                {"model": MODEL, "prompt": "a"} if path == COMPLETIONS else {"model": MODEL, "messages": []}
+            )
+            status, error = server.refusal(path, known | {field: deep})
+            assert status == 400
+            assert len(error["message"]) < 400
+
+
+def test_compressed_bodies_are_read_and_bounded(server: ServerUnderTest) -> None:
+    gzipped = {"Content-Encoding": "gzip"}
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+    assert server.request("POST", COMPLETIONS, gzip.compress(body), gzipped)[0] == 200
+    bomb = gzip.compress(b" " * (BODY_BYTES_MAX * 50) + body)
+    assert len(bomb) < BODY_BYTES_MAX
+    check = server.request("POST", COMPLETIONS, bomb, gzipped)
+    assert check[0] == 413
+    check_answer(*check)
+    broken = server.request("POST", COMPLETIONS, b"not gzip at all", gzipped)
+    assert broken[0] == 400
+    check_answer(*broken)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"model": "gpt-4", "prompt": "a"}, 404, "model"),
+        ({"model": MODEL, "prompt": ""}, 400, "1 token or more"),
+        ({"model": MODEL, "prompt": []}, 400, "expected text"),
+        ({"model": MODEL, "prompt": "a", "max_tokens": 256}, 400, "context of 256"),
+        ({"model": MODEL, "prompt": "a", "max_tokens": -1}, 400, "-1"),
+        ({"model": MODEL, "prompt": "a b " * 400}, 400, "context of 256"),
+        ({"model": MODEL, "prompt": [10**9]}, 400, "token ids from 0 to"),
+        ({"model": MODEL, "prompt": "a", "n": 3}, 400, "not supported"),
+        ({"model": MODEL, "prompt": "a", "max_tokens": True}, 400, "got true"),
+        ({"model": MODEL, "prompt": "a", "temperature": -1}, 400, "from 0 to 2"),
+    ],
+)
+def test_refusals_say_what_was_expected(
+    server: ServerUnderTest, body: object, status: int, says: str
+) -> None:
+    got, error = server.refusal(COMPLETIONS, body)
+    assert got == status
+    assert says in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_wrong_methods_and_paths(server: ServerUnderTest) -> None:
+    for method, path, status in [
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/health", 405),
+        ("PUT", CHAT, 405),
+        ("GET", "/nope", 404),
+        ("POST", "/v1/nope", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/%00%ff%ed%a0%80", 404),
+    ]:
+        got, headers, body = server.request(method, path, b"{}" if method != "GET" else None)
+        assert got == status, (method, path, body)
+        check_answer(got, headers, body)
+        if status == 405:
+            assert headers["allow"]
+
+
+@pytest.mark.parametrize("value", ["", " ", "a b", "x" * 129, "é", "a\tb"])
+def test_unusable_request_ids_are_refused(server: ServerUnderTest, value: str) -> None:
+    body = {"model": MODEL, "prompt": "a"}
+    netloc = urlsplit(server.url)
+    raw = json.dumps(body).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(raw)}\r\n"
+        f"Connection: close\r\nX-Request-Id: {value}\r\n\r\n"
+    )
+    with socket.create_connection((netloc.hostname, netloc.port), timeout=20) as connection:
+        connection.sendall(head.encode() + raw)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"X-Request-Id" in answer.split(b"\r\n\r\n")[1]
+
+
+def test_other_expectations_are_refused_in_the_envelope(server: ServerUnderTest) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    assert server.request("POST", COMPLETIONS, body, {"Expect": "100-continue"})[0] == 200
+    status, error = server.refusal(COMPLETIONS, body, Expect="miracles")
+    assert status == 417
+    assert "miracles" in error["message"]
+
+
+def test_malformed_trace_headers_change_nothing(server: ServerUnderTest) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    for value in ("", "00-0-0-0", "x" * 5000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
+        assert (
+            server.request("POST", COMPLETIONS, body, {"traceparent": value, "tracestate": value})[0] == 200
+        )
+
+
+def test_the_server_still_answers(server: ServerUnderTest) -> None:
+    """Last in this file on purpose: after all of the above, nothing is left running."""
+    assert server.post(COMPLETIONS, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert server.running.dispatcher.num_in_flight == 0
