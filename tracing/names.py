@@ -27,10 +27,6 @@ tokenize received -> tokenized, queue -> first_scheduled, prefill -> first_token
 stream -> flushed.
 """
 
-# W3C trace context headers.
-TRACEPARENT = "traceparent"
-TRACESTATE = "tracestate"
-
 # Span and resource attributes: OpenTelemetry's.
 HTTP_METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
@@ -72,9 +68,6 @@ NUM_PREFILL_CHUNKS = "firstdiff.num_prefill_chunks"
 NUM_COMPUTED_PROMPT_TOKENS = "firstdiff.num_computed_prompt_tokens"
 NUM_PREEMPTIONS = "firstdiff.num_preemptions"
 MAX_BATCH_SIZE = "firstdiff.max_batch_size"
-
-HTTP_ROUTES = {"chat": "/v1/chat/completions", "text_completion": "/v1/completions"}
-"""Which endpoint each GenAI operation is."""
 
 
 def operation_of(endpoint: str) -> str:
