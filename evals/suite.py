@@ -41,8 +41,6 @@ def run_tasks(
     takes only the first items of each; `seed` and `logprobs` go into every request. ValueError for an unknown
     task, one that needs log-likelihoods, or one whose metric is no number in 0..1 an item.
     """
-    if not tasks:
-        raise ValueError("expected at least one task, got none")
     if limit is not None and limit < 1:
         raise ValueError(f"expected a limit of 1 item or more, got {limit}")
     from lm_eval.evaluator import evaluate
@@ -65,6 +63,12 @@ def run_tasks(
     return EvalResult(tasks=[summarise(group) for group in groups.values()], items=items)
 
 
+def check_tasks(tasks: Sequence[str], *, include: Sequence[Path] = ()) -> None:
+    """Raise the ValueError that `run_tasks` would raise for these tasks, before anything is asked."""
+    with _quiet("lm_eval"):
+        _load(tasks, include)
+
+
 def list_tasks(include: Sequence[Path] = ()) -> list[str]:
     """Names that `run_tasks` takes, sorted."""
     from lm_eval.tasks import TaskManager
@@ -77,6 +81,8 @@ def _load(tasks: Sequence[str], include: Sequence[Path]) -> dict[str, Any]:
     """lm-eval's task objects by name, checked."""
     from lm_eval.tasks import TaskManager
 
+    if not tasks:
+        raise ValueError("expected at least one task, got none")
     manager = TaskManager(include_path=[TASKS_DIR, *include], include_defaults=False)
     known = [str(name) for name in manager.all_tasks]
     for name in tasks:

@@ -37,7 +37,7 @@ from firstdiff.tracing.store import Run, write_atomically
 if TYPE_CHECKING:
     from firstdiff.regression.verdict import Verdict
 
-EXIT_FAIL, EXIT_USAGE, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 4, 130
+EXIT_FAIL, EXIT_USAGE, EXIT_UNKNOWN, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 app = typer.Typer(
     name="firstdiff",
@@ -219,10 +219,12 @@ def eval_(
     out: Annotated[Path | None, typer.Option(help="The Run's directory; default runs/<run id>.")] = None,
 ) -> None:
     """Run evaluation tasks against URL, each request a row of a Run."""
-    with _needing("evals"):
-        from firstdiff.evals.suite import run_tasks
     clock = SystemClock()
     names = [name for name in tasks.split(",") if name]
+    with _needing("evals"):
+        from firstdiff.evals.suite import check_tasks, run_tasks
+
+        check_tasks(names)
     path = out or Path("runs") / new_run_id("eval", unix_ns=clock.now_unix_ns())
     with (
         progress("asking", stream=sys.stderr) as report,
@@ -237,7 +239,11 @@ def eval_(
         _needing("evals"),
     ):
         result = run_tasks(names, send=sender.send, limit=limit)
-    print(result)
+        for item in result.items:
+            sender.run.append("eval_items", item)
+    print(result.to_text())
+    if result.outcome != "ok":
+        raise typer.Exit(EXIT_UNKNOWN)
 
 
 @app.command()

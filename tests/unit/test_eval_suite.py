@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firstdiff.evals.suite import TASKS_DIR, list_tasks, run_tasks
+from firstdiff.evals.suite import TASKS_DIR, check_tasks, list_tasks, run_tasks
 from firstdiff.tracing.records import Outcome, Request, RequestRow
 
 pytest.importorskip("lm_eval")
@@ -199,3 +199,9 @@ def test_a_broken_task_file_is_named(tmp_path: Path) -> None:
 def test_usage_errors_say_what_to_do(tasks: list[str], limit: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_tasks(tasks, send=sender(right_answer, []), limit=limit)
+
+
+def test_tasks_can_be_checked_before_anything_is_asked() -> None:
+    check_tasks(["arithmetic"])
+    with pytest.raises(ValueError, match="expected a task out of arithmetic"):
+        check_tasks(["arithmetic", "gsm8k"])
