@@ -183,7 +183,6 @@ class Routes:
             answer_id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{received.request_id}",
             created_unix_s=received.received_unix_ns // 1_000_000_000,
             fingerprint=self._fingerprint,
-            token_text=self._tokenizer.token_text,
             token_bytes=self._tokenizer.token_bytes,
         )
         generation = Generation(
@@ -255,9 +254,12 @@ class Routes:
         return await read_body(request, limit=self._max_body_bytes, timeout_s=self._body_timeout_s)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return await _off_loop(
-            len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        )
+        try:
+            return await _off_loop(
+                len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            )
+        except ValueError as error:
+            raise ApiError(str(error), param="prompt") from error
 
     async def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
         size = sum(len(message["content"]) for message in messages) + 64 * len(messages)

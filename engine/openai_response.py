@@ -22,7 +22,6 @@ from firstdiff.tracing.records import TokenRow
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
 
-TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes]
 
 _encode = msgspec.json.Encoder().encode
@@ -114,12 +113,10 @@ class AnswerWriter:
         answer_id: str,
         created_unix_s: int,
         fingerprint: str,
-        token_text: TokenText,
         token_bytes: TokenBytes,
     ) -> None:
         self._ask = ask
         self._choices = choices
-        self._token_text = token_text
         self._token_bytes = token_bytes
         kind = "chat.completion" if ask.is_chat else "text_completion"
         chunk_kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
@@ -231,11 +228,11 @@ class AnswerWriter:
 
     def _chat_logprob(self, token: TokenRow) -> ChatLogprob:
         top = [
-            TopLogprob(self._token_text(token_id), _finite(logprob), list(self._token_bytes(token_id)))
+            TopLogprob(self._shown(token_id), _finite(logprob), list(self._token_bytes(token_id)))
             for token_id, logprob in token.top_logprobs[: self._ask.logprobs]
         ]
         return ChatLogprob(
-            self._token_text(token.token_id),
+            self._shown(token.token_id),
             _finite(token.logprob),
             list(self._token_bytes(token.token_id)),
             top,
@@ -248,22 +245,33 @@ class AnswerWriter:
         return CompletionLogprobs(
             text_offset=[offset for offset, _ in tokens],
             token_logprobs=[_finite(token.logprob) for _, token in tokens],
-            tokens=[self._token_text(token.token_id) for _, token in tokens],
+            tokens=[self._shown(token.token_id) for _, token in tokens],
             top_logprobs=[self._top_by_text(token) for _, token in tokens],
         )
+
+    def _shown(self, token_id: int) -> str:
+        return shown_token(self._token_bytes(token_id))
 
     def _top_by_text(self, token: TokenRow) -> dict[str, float]:
         """The alternatives and the token itself; of ids with one text the likeliest counts."""
         top: dict[str, float] = {}
         for token_id, logprob in token.top_logprobs:
-            top.setdefault(self._token_text(token_id), _finite(logprob))
-        top.setdefault(self._token_text(token.token_id), _finite(token.logprob))
+            top.setdefault(self._shown(token_id), _finite(logprob))
+        top.setdefault(self._shown(token.token_id), _finite(token.logprob))
         return top
 
 
 def error_event(envelope: dict[str, dict[str, str | None]]) -> bytes:
     """An error inside a stream whose status line is out already."""
     return b"data: " + _encode(envelope) + b"\n\n"
+
+
+def shown_token(token: bytes) -> str:
+    """A token's text; for part of a character its bytes in OpenAI's notation, so that parts stay distinct."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _finite(logprob: float | None) -> float:

@@ -11,6 +11,7 @@ Usage: `sys.exit(serve_main(ServeSettings(engine=EngineConfig(model="smollm2-135
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.clock import Clock, SystemClock
 from firstdiff.tracing.records import Identity
+from firstdiff.tracing.spans import traces_url
 
 EXIT_OK = 0
 EXIT_CRASHED = 1
@@ -65,7 +67,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout_s: float = 60.0
 
     def validate(self) -> None:
-        """Raise ValueError (expected, got, what to do) on the first setting out of bounds."""
+        """Make `log_dir`; ValueError (expected, got, what to do) on the first setting that cannot be."""
         self.engine.validate()
         check_faults(self.engine.faults)
         if not 0 <= self.port <= 65535:
@@ -76,6 +78,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expected a body time-out above 0 s, got {self.body_timeout_s}")
         if self.served_model_name == "":
             raise ValueError("expected --served-model-name with a character or more, got none: leave it out")
+        if self.otlp_endpoint is not None:
+            traces_url(self.otlp_endpoint)
+        if self.log_dir is not None:
+            make_log_dir(self.log_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,22 @@ def _port_error(host: str, port: int, error: OSError) -> ValueError:
     )
 
 
+def make_log_dir(log_dir: Path) -> None:
+    """Make the log directory; ValueError when it is none or cannot be written to."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _log_error(log_dir, error) from error
+    if not os.access(log_dir, os.W_OK | os.X_OK):
+        raise _log_error(log_dir, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _log_error(log_dir: Path | None, error: OSError) -> ValueError:
+    return ValueError(
+        f"expected --log-dir as a directory to write to, got {log_dir}: {error.strerror}: choose another"
+    )
+
+
 def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -> ServerLedger:
     try:
         return ServerLedger(
@@ -264,7 +286,7 @@ def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -
             otlp_endpoint=settings.otlp_endpoint,
         )
     except OSError as error:
-        raise ValueError(f"expected --log-dir to be writable, got {settings.log_dir}: {error}") from error
+        raise _log_error(settings.log_dir, error) from error
 
 
 def _url(host: str, listener: socket.socket) -> str:

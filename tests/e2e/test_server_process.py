@@ -1,0 +1,315 @@
+"""The server as users start it: two processes, real weights, signals, kills, and mistakes in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.model_store import resolve
+from firstdiff.engine.server import ServeSettings, serve_main
+from firstdiff.tracing.token_log import read_token_log
+
+PROGRAM = """
+import sys, msgspec
+from firstdiff.engine.server import ServeSettings, serve_main
+sys.exit(serve_main(msgspec.json.decode(sys.argv[1], type=ServeSettings)))
+"""
+READY = re.compile(
+    r"firstdiff: listening on (http://127\.0\.0\.1:\d+) \(model (\S+), dtype fp32, pid (\d+)\)\n"
+)
+MODEL = "tiny-random"
+
+
+def start(*, model: str = MODEL, faults: tuple[str, ...] = (), **serve: Any) -> subprocess.Popen[str]:
+    engine = EngineConfig(model=model, faults=faults, num_blocks=64)
+    serve_settings = ServeSettings(engine=engine, **({"port": 0} | serve))
+    # Path is no JSON type of msgspec's own.
+    argument = msgspec.json.encode(serve_settings, enc_hook=str).decode()
+    program = PROGRAM.replace("type=ServeSettings", "type=ServeSettings, dec_hook=lambda t, v: t(v)")
+    return subprocess.Popen(
+        [sys.executable, "-c", program, argument],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Served:
+    """A server process that is ready."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        match = READY.fullmatch(line)
+        assert match, (line, process.communicate()[1])
+        self.netloc = urlsplit(match[1]).netloc
+        assert match[2] == MODEL
+        assert int(match[3]) == process.pid
+
+    @property
+    def core_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [
+            int(c) for c in children if b"firstdiff.engine.core" in Path(f"/proc/{c}/cmdline").read_bytes()
+        ]
+        return pid
+
+    def send(self, body: dict[str, Any] | None = None, path: str = "/v1/completions") -> HTTPConnection:
+        connection = HTTPConnection(self.netloc, timeout=30)
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps({"model": MODEL} | body))
+        return connection
+
+    def ask(self, body: dict[str, Any] | None = None, path: str = "/v1/completions") -> tuple[int, Any]:
+        connection = self.send(body, path)
+        response = connection.getresponse()
+        answer = response.read()
+        connection.close()
+        return response.status, json.loads(answer)
+
+
+@contextmanager
+def serving(**serve: Any) -> Iterator[Served]:
+    process = start(**serve)
+    try:
+        yield Served(process)
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving() as served:
+        yield served
+
+
+def wait_until(true: Callable[[], bool], *, timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_greedy_answers_repeat_and_seeds_decide_samples(server: Served) -> None:
+    body = {"prompt": "The quick", "max_tokens": 12, "return_token_ids": True, "ignore_eos": True}
+
+    def ids(**more: Any) -> list[int]:
+        status, answer = server.ask(body | more)
+        assert status == 200, answer
+        return answer["choices"][0]["token_ids"]
+
+    assert ids(temperature=0) == ids(temperature=0)
+    assert ids(seed=1) == ids(seed=1)
+    assert ids(seed=1) != ids(seed=2)
+    assert ids() != ids()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sampling=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.floats(0, 2) | st.sampled_from([5e-324, 1e-300, 1e-5, 1.1e-5, 2]),
+            "top_p": st.floats(0, 1, exclude_min=True) | st.sampled_from([5e-324, 1e-300]),
+            "top_k": st.sampled_from([-1, 0, 1, 2, 2047, 2048, 2049, 2**31]),
+            "seed": st.integers(-(2**63), 2**63 - 1),
+            "logprobs": st.integers(0, 20),
+            "ignore_eos": st.booleans(),
+        },
+    ),
+    ids=st.lists(st.integers(0, 2047), min_size=1, max_size=40),
+)
+def test_any_sampling_on_the_real_model_is_answered(
+    server: Served, sampling: dict[str, Any], ids: list[int]
+) -> None:
+    status, answer = server.ask({"prompt": ids, "max_tokens": 3} | sampling)
+    assert status == 200, answer
+
+
+def test_the_context_is_usable_to_its_last_token(server: Served) -> None:
+    card = server.ask(path="/v1/models")[1]["data"][0]
+    room = card["max_model_len"]
+    assert server.ask({"prompt": [5] * (room - 1), "max_tokens": 1})[0] == 200
+    status, answer = server.ask({"prompt": [5] * (room - 1), "max_tokens": 2})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_killed_core_fails_its_requests_and_health_and_loses_no_row(tmp_path: Path) -> None:
+    with serving(log_dir=tmp_path) as served:
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "return_token_ids": True}
+        streaming = served.send(body | {"stream": True})
+        stream = streaming.getresponse()
+        received = stream.readline()
+        assert received.startswith(b"data: {")
+        whole = served.send(body)
+        time.sleep(0.1)
+        os.kill(served.core_pid, signal.SIGKILL)
+        response = whole.getresponse()
+        assert response.status == 503
+        error = json.loads(response.read())["error"]
+        whole.close()
+        assert error["code"] == "engine_unavailable"
+        assert "SIGKILL" in error["message"]
+        events = [event for event in (received + stream.read()).split(b"\n\n") if event]
+        streaming.close()
+        assert events[-1] == b"data: [DONE]"
+        assert "error" in json.loads(events[-2].removeprefix(b"data: "))
+        assert served.ask({"prompt": "a"})[0] == 503
+        status, health = served.ask(path="/health")
+        assert (status, health["error"]["code"]) == (503, "engine_unavailable")
+        assert served.ask(path="/v1/models")[0] == 200
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
+    streamed = [json.loads(event.removeprefix(b"data: "))["choices"][0]["token_ids"] for event in events[:-2]]
+    rows = read_token_log(tmp_path)[1]
+    assert [row.finish_reason for row in rows] == ["error", "error"]
+    assert all("SIGKILL" in (row.error or "") for row in rows)
+    assert list(itertools.chain(*streamed)) in [row.token_ids for row in rows]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_both_processes_with_code_0_and_a_whole_log(tmp_path: Path, number: int) -> None:
+    with serving(log_dir=tmp_path) as served:
+        core_pid = served.core_pid
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        connection = served.send(body)
+        stream = connection.getresponse()
+        assert stream.readline()
+        served.process.send_signal(number)
+        assert served.process.wait(20) == 0
+        assert not is_alive(core_pid)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        _, stderr = served.process.communicate()
+        assert stderr == ""
+    (row,) = read_token_log(tmp_path)[1]
+    assert row.finish_reason == "abort"
+    assert row.token_ids
+
+
+def test_the_core_dies_with_a_killed_server() -> None:
+    with serving() as served:
+        core_pid = served.core_pid
+        served.process.kill()
+        served.process.wait(20)
+        wait_until(lambda: not is_alive(core_pid))
+
+
+def test_a_signal_while_starting_leaves_nothing() -> None:
+    process = start()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: bool(children.read_text().split()))
+    core_pid = int(children.read_text().split()[0])
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=20)
+    assert stdout == ""
+    assert process.returncode == 0
+    assert not is_alive(core_pid)
+
+
+def check_mistake(stdout: str, stderr: str, says: str) -> None:
+    assert stdout == ""
+    assert stderr.count("\n") == 1, stderr
+    assert stderr.startswith("firstdiff serve: expected "), stderr
+    assert ", got " in stderr
+    assert says in stderr
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start(port=port)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    check_mistake(stdout, stderr, f"got {port}")
+
+
+def test_a_model_that_the_core_cannot_build_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    healthy = resolve(MODEL).path
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(healthy / name)
+    config = json.loads((healthy / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    process = start(model=str(tmp_path))
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2, stderr
+    check_mistake(stdout, stderr, "")
+
+
+@pytest.mark.parametrize(
+    ("engine", "serve", "says"),
+    [
+        ({"model": "no-such-model"}, {}, "no-such-model"),
+        ({"model": "FOLDER/nowhere"}, {}, "nowhere"),
+        ({"model": "FOLDER"}, {}, ""),
+        ({"faults": ("no-such-fault",)}, {}, "no-such-fault"),
+        ({"block_size": 0}, {}, "--block-size"),
+        ({}, {"port": 70000}, "--port"),
+        ({}, {"host": "no such host"}, "--host"),
+        ({}, {"max_body_bytes": 1}, "--max-body-bytes"),
+        ({}, {"body_timeout_s": float("nan")}, "time-out"),
+        ({}, {"served_model_name": ""}, "--served-model-name"),
+        ({}, {"otlp_endpoint": "not a url"}, "not a url"),
+        ({}, {"log_dir": "FOLDER/file/log"}, "--log-dir"),
+        ({}, {"log_dir": "FOLDER/file"}, "--log-dir"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_at_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, Any],
+    serve: dict[str, Any],
+    says: str,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "file").write_text("")
+
+    def placed(value: Any) -> Any:
+        return value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
+
+    config = EngineConfig(**{"model": MODEL} | {name: placed(value) for name, value in engine.items()})
+    serve = {"port": 0} | {name: placed(value) for name, value in serve.items()}
+    if "log_dir" in serve:
+        serve["log_dir"] = Path(serve["log_dir"])
+    assert serve_main(ServeSettings(engine=config, **serve)) == 2
+    check_mistake(*capsys.readouterr(), says)
+
+
+def test_in_process_serves_the_same_answers(server: Served) -> None:
+    body = {"prompt": "The quick", "max_tokens": 12, "temperature": 0}
+    with serving(in_process=True) as served:
+        mine, theirs = served.ask(body)[1], server.ask(body)[1]
+        assert mine["choices"] == theirs["choices"]
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
