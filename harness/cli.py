@@ -37,7 +37,7 @@ from firstdiff.tracing.store import Run, write_atomically
 if TYPE_CHECKING:
     from firstdiff.regression.verdict import Verdict
 
-EXIT_FAIL, EXIT_USAGE, EXIT_UNKNOWN, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_FAIL, EXIT_USAGE, EXIT_UNKNOWN, EXIT_INVALID = 1, 2, 3, 4
 
 app = typer.Typer(
     name="firstdiff",
@@ -45,8 +45,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    # Plain help shows long flags whole, and plain errors are one line.
+    rich_markup_mode=None,
 )
-model_app = typer.Typer(help="Fetch and list models.", no_args_is_help=True)
+model_app = typer.Typer(help="Fetch and list models.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(model_app, name="model")
 
 
@@ -340,12 +342,10 @@ def _print_outcomes(run: Run) -> None:
         raise typer.Exit(EXIT_INVALID)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: a mistake is one line and exit code 2, an endpoint that fails exit code 4."""
     try:
-        app()
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        app(args=arguments, prog_name="firstdiff")
     except (ValueError, OSError) as error:
         print(f"firstdiff: {error}", file=sys.stderr)
         raise SystemExit(EXIT_USAGE) from None

@@ -195,32 +195,45 @@ class _Kind(msgspec.Struct, frozen=True):
 def collect_rows(log_dir: Path, run: Run) -> int:
     """Copy from a server's log what belongs to the requests of `run`; returns how many of them it has.
 
-    `tokens.jsonl` gets the server's identity lines and its TokenLogRows, as they stand; `steps.jsonl` the
-    StepRows of the steps that those requests took part in. What the Run already holds is not copied again.
+    `tokens.jsonl` gets its TokenLogRows and before them the identity line that they point at, as they stand;
+    `steps.jsonl` the StepRows of the steps that they took part in. What the Run holds is not copied again.
     """
     wanted = {row.request_id for row in run.rows("requests", RequestRow)}
-    held = {_kind_of(line).request_id for line in _lines(run.path / "tokens.jsonl")}
-    steps: dict[int, tuple[int, int]] = {}
-    num_found = 0
+    held = set(_lines(run.path / "tokens.jsonl"))
+    held_ids = {_kind_of(line).request_id for line in held}
+    identity = b""
+    rows: list[TokenLogRow] = []
     for line in _lines(log_dir / "tokens.jsonl"):
         kind = _kind_of(line)
-        if kind.kind == "identity" and not held:
-            run.append_line("tokens", line)
+        if kind.kind == "identity":
+            identity = line
         elif kind.request_id in wanted:
-            num_found += 1
-            row = msgspec.json.decode(line, type=TokenLogRow)
-            indexes = [*row.step_index, *(chunk.step_index for chunk in row.prefill_chunks)]
-            steps.update(dict.fromkeys(indexes, (row.arrived_ns, row.finished_ns)))
-            if kind.request_id not in held:
-                run.append_line("tokens", line)
-    held_steps = {row.step_index for row in run.rows("steps", StepRow)}
+            rows.append(msgspec.json.decode(line, type=TokenLogRow))
+            if kind.request_id not in held_ids:
+                new = [line] if not identity or identity in held else [identity, line]
+                for part in new:
+                    run.append_line("tokens", part)
+                held.update(new)
+    _collect_steps(log_dir, run, rows)
+    return len(rows)
+
+
+def _collect_steps(log_dir: Path, run: Run, rows: Sequence[TokenLogRow]) -> None:
+    """Copy the steps that `rows` took part in."""
+    # Times tell steps with the same index apart where a later server logged into the same folder.
+    spans_ns: dict[int, list[tuple[int, int]]] = {}
+    for row in rows:
+        for index in {*row.step_index, *(chunk.step_index for chunk in row.prefill_chunks)}:
+            spans_ns.setdefault(index, []).append((row.arrived_ns, row.finished_ns))
+    held = {row.started_ns for row in run.rows("steps", StepRow)}
     for line in _lines(log_dir / "steps.jsonl"):
         step = msgspec.json.decode(line, type=StepRow)
-        first_ns, last_ns = steps.get(step.step_index, (0, -1))
-        # The time tells steps with the same index apart where a later server logs into the same folder.
-        if step.started_ns <= last_ns and step.ended_ns >= first_ns and step.step_index not in held_steps:
+        took_part = any(
+            step.started_ns <= last_ns and step.ended_ns >= first_ns
+            for first_ns, last_ns in spans_ns.get(step.step_index, ())
+        )
+        if took_part and step.started_ns not in held:
             run.append_line("steps", line)
-    return num_found
 
 
 def _kind_of(line: bytes) -> _Kind:

@@ -23,7 +23,7 @@ from firstdiff.harness.replica import Replica, collect_rows
 from firstdiff.harness.runs import new_run
 from firstdiff.harness.workload import WorkloadSpec, make_cases, warmup_cases, workload_sha256
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import Request, RequestRow
+from firstdiff.tracing.records import Identity, Request, RequestRow
 from firstdiff.tracing.store import Run
 
 _COLLECT_TRIES = 40
@@ -109,14 +109,19 @@ async def fill_run(
 def _resumed(path: Path, endpoint: HttpEndpoint, cases: Sequence[Request]) -> Run:
     run = Run.resume(path)
     manifest = run.manifest
-    wanted = (endpoint.model, workload_sha256(cases), endpoint.identity)
-    if wanted != (manifest.model, manifest.workload_sha256, manifest.identity):
+    asked = (endpoint.model, workload_sha256(cases), _same_server(endpoint.identity))
+    if asked != (manifest.model, manifest.workload_sha256, _same_server(manifest.identity)):
         run.close()
         raise ValueError(
             f"expected the model, workload and server of {path} to resume it, got others: "
             "repeat its flags, or choose another directory"
         )
     return run
+
+
+def _same_server(identity: Identity | None) -> Identity | None:
+    """An identity without its process: the same server started again may go on with a Run."""
+    return identity and msgspec.structs.replace(identity, instance_id="")
 
 
 async def fill_runs_in_turn(
