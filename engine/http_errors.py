@@ -23,6 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-Id"
 RETRY_AFTER_S = 1
+CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -51,8 +52,8 @@ async def envelope_errors(request: web.Request, handler: Handler) -> web.StreamR
             response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
         return response
     except ConnectionError:
-        # The client is gone: nobody to answer, and nothing wrong here.
-        raise
+        # The client is gone and nothing is wrong here; the answer goes nowhere, but spares the log an error.
+        return web.Response(status=CLIENT_CLOSED_REQUEST)
     except Exception:
         logging.getLogger(__name__).exception("unforeseen error in %s %s", request.method, request.path)
         return error_response(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import sys
 import threading
 import time
@@ -69,6 +70,26 @@ def test_a_client_that_leaves_while_decoding_frees_its_blocks(tmp_path: Path, st
     row = log_of(tmp_path)["gone"]
     assert row.finish_reason == "abort"
     assert 0 < len(row.token_ids) < LONG
+
+
+def test_clients_that_reset_their_connections_leave_no_error_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(spell("word "))
+    with scripted_server(script, log_dir=tmp_path) as server:
+        for index in range(20):
+            connection = open_request(server, f"reset-{index}", stream=True)
+            sock = connection.sock
+            assert sock is not None
+            sock.recv(100)
+            # Linger 0: closing sends a reset, so that the server's next write fails.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        wait_until(lambda: server.running.dispatcher.num_in_flight == 0)
+        assert num_used_blocks(script) == 0
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=1)
+    assert len(log_of(tmp_path)) == 21
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_client_that_leaves_the_queue_frees_its_place(tmp_path: Path) -> None:
