@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from firstdiff.engine.batch import Batch
@@ -47,9 +48,9 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
     ) -> KVCache:
-        """Zeroed, so that masked slots are finite; the system commits pages only once they are written."""
+        """Zeroed, so that masked slots are finite."""
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        return cls(_lazy_zeros(shape, dtype), _lazy_zeros(shape, dtype))
 
     @property
     def block_size(self) -> int:
@@ -59,6 +60,15 @@ class KVCache:
         """Put k, v [N, Hkv, D] into slots [N] of `layer`."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, k)
         self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose pages the system commits only once they are written: a large cache costs what it holds.
+
+    torch.zeros writes every page; numpy asks the system for zeroed memory. bf16 zeros are 16-bit zeros.
+    """
+    words = np.zeros(shape, dtype={4: np.int32, 2: np.int16}[dtype.itemsize])
+    return torch.from_numpy(words).view(dtype)
 
 
 class TorchAttention:

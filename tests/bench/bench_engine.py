@@ -1,0 +1,169 @@
+"""Output tokens a second and CPU seconds a thousand tokens, side by side with transformers.
+
+Every side runs the same prompts on the same weights in the same dtype with the same number of threads, in
+turn, in one run: round after round, side after side, so that a slow minute of the machine hits all. Each
+wave of `concurrency` requests is submitted at once (prompt 128 random ids, 128 output tokens, greedy, EOS
+ignored). The sides:
+
+- `engine`: our engine core, called in its own process;
+- `http`: the same engine as `firstdiff serve` gives it, closed loop over HTTP, streaming, client included;
+- `transformers`: transformers' own continuous batching (`generate_batch`), called in its own process.
+
+Usage: `python tests/bench/bench_engine.py --rounds 3 --threads 2`. The last line of stdout is one JSON
+document; the lines before it are a table for people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("bench_worker.py")
+SIDES = ("engine", "http", "transformers")
+
+
+class Worker:
+    """A side in its own process: one JSON line in, one JSON line out."""
+
+    def __init__(self, side: str, arguments: argparse.Namespace) -> None:
+        command = [
+            sys.executable,
+            str(WORKER),
+            side,
+            arguments.model,
+            arguments.dtype,
+            str(arguments.threads),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.ask({"warm_up": True})
+
+    def ask(self, request: dict[str, object]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"expected an answer, got the end of {self._process.args}: run it by hand")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    workers = {side: Worker(side, arguments) for side in arguments.sides}
+    rows: list[dict[str, object]] = []
+    try:
+        for round_index in range(arguments.rounds):
+            for concurrency in arguments.concurrency:
+                # Alternate the order, so that no side always runs on the warmer machine.
+                sides = list(workers) if round_index % 2 == 0 else list(workers)[::-1]
+                for side in sides:
+                    answer = workers[side].ask(
+                        {
+                            "concurrency": concurrency,
+                            "seed": 1000 * round_index + concurrency,
+                            "prompt_tokens": arguments.prompt_tokens,
+                            "output_tokens": arguments.output_tokens,
+                        }
+                    )
+                    row: dict[str, object] = {"round": round_index, "side": side, "concurrency": concurrency}
+                    rows.append(row | dict(answer))
+                    print(f"round {round_index} {side} x{concurrency}: {answer}", file=sys.stderr)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return rows
+
+
+def summarise(rows: list[dict[str, object]], arguments: argparse.Namespace) -> list[dict[str, object]]:
+    table: list[dict[str, object]] = []
+    for concurrency in arguments.concurrency:
+        entry: dict[str, object] = {"concurrency": concurrency}
+        for side in arguments.sides:
+            mine = [row for row in rows if row["side"] == side and row["concurrency"] == concurrency]
+            rates = [float(str(row["tokens"])) / float(str(row["wall_s"])) for row in mine]
+            costs = [1000 * float(str(row["cpu_s"])) / float(str(row["tokens"])) for row in mine]
+            entry[f"{side} tok/s"] = round(statistics.median(rates), 1)
+            entry[f"{side} CPU-s/1k"] = round(statistics.median(costs), 2)
+        if {"engine", "transformers"} <= set(arguments.sides):
+            # The ratio is taken inside each round, where both sides met the same machine.
+            ratios = [
+                wall_of(rows, index, "transformers", concurrency)
+                / wall_of(rows, index, "engine", concurrency)
+                for index in range(arguments.rounds)
+            ]
+            entry["engine / transformers"] = round(statistics.median(ratios), 2)
+        table.append(entry)
+    return table
+
+
+def wall_of(rows: list[dict[str, object]], round_index: int, side: str, concurrency: int) -> float:
+    (row,) = (
+        row
+        for row in rows
+        if (row["round"], row["side"], row["concurrency"]) == (round_index, side, concurrency)
+    )
+    return float(str(row["wall_s"]))
+
+
+def machine() -> dict[str, str]:
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "date": datetime.fromtimestamp(time.time(), tz=UTC).date().isoformat(),
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    rows = measure(arguments)
+    table = summarise(rows, arguments)
+    columns = list(table[0])
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for entry in table:
+        print("| " + " | ".join(str(entry[column]) for column in columns) + " |")
+    settings = {key: value for key, value in vars(arguments).items() if key != "sides"}
+    print(json.dumps({"machine": machine(), "settings": settings, "table": table, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
