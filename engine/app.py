@@ -44,6 +44,8 @@ from firstdiff.tracing.trace_context import new_id, start_trace
 
 R = TypeVar("R")
 
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
 INLINE_SIZE = 8192
 """Characters or ids up to which tokenising is quicker than a thread switch."""
 
@@ -118,7 +120,9 @@ class Routes:
         return json_response({"version": self._ledger.identity.engine_version})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        content_type, body = self._ledger.exposition(request.headers.get("Accept", ""))
+        # Only the two forms, never the client's own words: the exposition library trips over odd versions.
+        wants_openmetrics = "application/openmetrics-text" in request.headers.get("Accept", "")
+        content_type, body = self._ledger.exposition(OPENMETRICS if wants_openmetrics else "")
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def models(self, _: web.Request) -> web.Response:

@@ -215,6 +215,47 @@ def test_wrong_methods_and_paths(server: ServerUnderTest) -> None:
             assert headers["allow"]
 
 
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        "*/*",
+        "application/openmetrics-text",
+        "application/openmetrics-text;version=abc",
+        "a;version=é,;;q",
+    ],
+)
+def test_metrics_answer_any_accept_header(server: ServerUnderTest, accept: str) -> None:
+    status, headers, body = server.request("GET", "/metrics", headers={"Accept": accept})
+    assert status == 200
+    assert b"firstdiff_num_requests_running" in body
+    assert headers["content-type"].startswith(
+        "application/openmetrics-text" if "openmetrics" in accept else "text/plain"
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET http://[ HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\0\1\2\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: br\r\nContent-Length: 2\r\n\r\n{}",
+        b"FOO /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_at_once(server: ServerUnderTest, raw: bytes) -> None:
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as connection:
+        connection.sendall(raw)
+        status_line = connection.recv(65536).split(b"\r\n")[0]
+    assert status_line.split(b" ")[1].startswith(b"4"), status_line
+
+
 @pytest.mark.parametrize("value", ["", " ", "a b", "x" * 129, "é", "a\tb"])
 def test_unusable_request_ids_are_refused(server: ServerUnderTest, value: str) -> None:
     body = {"model": MODEL, "prompt": "a"}
