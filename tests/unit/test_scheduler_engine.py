@@ -1,0 +1,231 @@
+"""The engine's rows: complete, in order, one end a request, whatever the runner does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.engine import EngineRequest, LLMEngine, QueueFullError, Runner
+from firstdiff.engine.sequence import SampledToken, ScheduledBatch
+from firstdiff.tracing.clock import VirtualClock
+from firstdiff.tracing.records import EngineRequestRow, Row, Sampling, StepRow, TokenRow
+
+
+class CountingRunner:
+    """The next token is the length of the context; a step takes 1 us; `error` is raised once if set."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.error: Exception | None = None
+        self._clock = clock
+
+    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+        self._clock.advance(1000)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return [
+            SampledToken(
+                token_id=item.start + item.num_scheduled_tokens, logprob=-0.5, top_logprobs=[(3, -0.25)]
+            )
+            if item.samples
+            else None
+            for item in batch.items
+        ]
+
+
+class Bench:
+    """An engine, its clock, its runner and the rows it has emitted."""
+
+    def __init__(self, *, runner: Runner | None = None, num_blocks: int = 32, **settings) -> None:
+        self.rows: list[Row] = []
+        self.clock = VirtualClock(start_ns=100)
+        self.runner = CountingRunner(self.clock)
+        self.engine = LLMEngine(
+            EngineConfig(model="none", block_size=4, **settings),
+            runner=runner or self.runner,
+            num_blocks=num_blocks,
+            max_model_len=64,
+            eos_token_ids=frozenset({2}),
+            emit=self.rows.append,
+            clock=self.clock,
+        )
+
+    def add(self, request_id: str, prompt: list[int] | None = None, max_tokens: int = 2) -> None:
+        sampling = Sampling(temperature=0, top_k=0, top_p=1, seed=0, max_tokens=max_tokens)
+        prompt = [11, 12, 13, 14, 15] if prompt is None else prompt
+        self.engine.add(EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
+
+    def take(self) -> list[Row]:
+        rows = list(self.rows)
+        self.rows.clear()
+        return rows
+
+
+def test_a_step_without_work_is_silent() -> None:
+    bench = Bench()
+    assert not bench.engine.has_work
+    assert bench.engine.step() == []
+    assert bench.rows == []
+
+
+def test_rows_of_a_request_from_its_first_step_to_its_end() -> None:
+    bench = Bench()
+    bench.add("a")
+    returned = bench.engine.step()
+    token, step = bench.take()
+    assert returned == [token]
+    assert token == TokenRow(
+        request_id="a",
+        token_index=0,
+        token_id=5,
+        emitted_ns=1100,
+        step_index=0,
+        batch_size=1,
+        logprob=-0.5,
+        top_logprobs=[(3, -0.25)],
+    )
+    assert step == StepRow(
+        step_index=0,
+        started_ns=100,
+        ended_ns=1100,
+        schedule_ns=0,
+        execute_ns=1000,
+        batch_size=1,
+        num_prefill_tokens=5,
+        num_decode_tokens=0,
+        num_running=1,
+        num_waiting=0,
+        num_preemptions=0,
+        num_used_blocks=2,
+        num_blocks=32,
+        num_prefix_queried_tokens=5,
+        num_prefix_hit_tokens=0,
+    )
+    bench.engine.step()
+    token, end, step = bench.take()
+    assert isinstance(token, TokenRow)
+    assert (token.token_index, token.token_id) == (1, 6)
+    assert isinstance(end, EngineRequestRow)
+    stamps = (end.arrived_ns, end.first_scheduled_ns, end.first_token_ns, end.finished_ns)
+    assert stamps == (100, 100, 1100, 2100)
+    assert (end.finish_reason, end.error, end.num_output_tokens) == ("length", None, 2)
+    assert isinstance(step, StepRow)
+    assert (step.num_running, step.num_decode_tokens) == (1, 1)
+    assert not bench.engine.has_work
+
+
+def test_prefix_hits_are_counted_in_the_step_that_admits() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.add(name)
+        while bench.engine.has_work:
+            bench.engine.step()
+    steps = [row for row in bench.rows if isinstance(row, StepRow)]
+    assert [row.num_prefix_hit_tokens for row in steps] == [0, 0, 4, 0]
+    assert [row.num_prefix_queried_tokens for row in steps] == [5, 0, 5, 0]
+
+
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+def test_an_abort_ends_a_request_with_its_row(reason) -> None:
+    bench = Bench()
+    bench.add("a", max_tokens=9)
+    bench.engine.step()
+    bench.take()
+    assert bench.engine.abort("a", reason=reason)
+    (end,) = bench.take()
+    assert isinstance(end, EngineRequestRow)
+    assert (end.finish_reason, end.num_output_tokens, end.finished_ns) == (reason, 1, 1100)
+    assert not bench.engine.abort("a")
+    assert not bench.engine.has_work
+    assert bench.rows == []
+
+
+def test_an_abort_in_the_queue_has_no_later_stamps() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.engine.abort("a")
+    (end,) = bench.take()
+    assert isinstance(end, EngineRequestRow)
+    assert (end.first_scheduled_ns, end.first_token_ns, end.num_output_tokens) == (None, None, 0)
+
+
+def test_a_failing_runner_fails_its_batch_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(max_num_seqs=2)
+    for name in "abc":
+        bench.add(name)
+    bench.runner.error = FloatingPointError("NaN in the logits")
+    assert bench.engine.step() == []
+    first, second, step = bench.take()
+    for row, name in ((first, "a"), (second, "b")):
+        assert isinstance(row, EngineRequestRow)
+        assert (row.request_id, row.finish_reason) == (name, "error")
+        assert row.error == "FloatingPointError: NaN in the logits"
+    assert isinstance(step, StepRow)
+    assert bench.engine.scheduler.pool.num_used_blocks == 0
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    while bench.engine.has_work:
+        bench.engine.step()
+    ends = [row for row in bench.rows if isinstance(row, EngineRequestRow)]
+    assert [(row.request_id, row.finish_reason) for row in ends] == [("c", "length")]
+
+
+@pytest.mark.parametrize("answer", [[], [None], [SampledToken(token_id=1)] * 2])
+def test_an_answer_of_the_wrong_shape_fails_the_batch(answer, caplog: pytest.LogCaptureFixture) -> None:
+    class WrongRunner:
+        def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+            return answer
+
+    bench = Bench(runner=WrongRunner())
+    bench.add("a")
+    assert bench.engine.step() == []
+    end = bench.rows[0]
+    assert isinstance(end, EngineRequestRow)
+    assert end.finish_reason == "error"
+    assert "expected sampled tokens at items [0] of 1" in str(end.error)
+    assert caplog.records
+
+
+def test_an_interrupt_is_not_a_failed_batch() -> None:
+    class InterruptedRunner:
+        def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+            raise KeyboardInterrupt
+
+    bench = Bench(runner=InterruptedRunner())
+    bench.add("a")
+    with pytest.raises(KeyboardInterrupt):
+        bench.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "expected a prompt of at least 1 token, got none"),
+        ([5, -1], 1, r"expected prompt token ids in 0\.\.2147483647, got -1\.\.5"),
+        ([1 << 70], 1, "expected prompt token ids in"),
+        ([5], 0, "expected max_tokens of at least 1, got 0"),
+        ([5], 64, "expected prompt and max_tokens within 64 tokens"),
+        ([5] * 41, 1, "expected a request of at most 10 KV blocks"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_the_door(prompt: list[int], max_tokens: int, message: str) -> None:
+    bench = Bench(num_blocks=10)
+    with pytest.raises(ValueError, match=message) as caught:
+        bench.add("a", prompt, max_tokens)
+    assert not isinstance(caught.value, QueueFullError)
+    assert not bench.engine.has_work
+    assert bench.rows == []
+
+
+def test_the_queue_is_full_at_its_limit_and_open_again_below_it() -> None:
+    bench = Bench(max_num_seqs=2, max_num_waiting=3)
+    for index in range(5):
+        bench.add(f"r{index}")
+    with pytest.raises(QueueFullError, match="expected fewer than 5 requests in flight"):
+        bench.add("r5")
+    bench.engine.abort("r1")
+    bench.add("r5")
+    while bench.engine.has_work:
+        bench.engine.step()
+    assert sum(isinstance(row, EngineRequestRow) for row in bench.rows) == 6
