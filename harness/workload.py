@@ -74,11 +74,6 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expected a workload kind out of {', '.join(KINDS)}, got {self.kind!r}")
         if self.kind == "file" and self.path is None:
             raise ValueError("expected a path for a workload of kind file, got none")
-        if self.kind == "tokens" and self.vocab_size < 2:
-            raise ValueError(
-                f"expected a vocabulary size of 2 or more for random tokens, got {self.vocab_size}: "
-                "name it where the endpoint does not tell"
-            )
 
 
 def make_cases(spec: WorkloadSpec) -> list[Request]:
@@ -87,6 +82,11 @@ def make_cases(spec: WorkloadSpec) -> list[Request]:
     if spec.kind == "file":
         assert spec.path is not None
         return cases_of_file(Path(spec.path), spec)
+    if spec.kind == "tokens" and spec.vocab_size < 2:
+        raise ValueError(
+            f"expected a vocabulary size of 2 or more for random tokens, got {spec.vocab_size}: "
+            "name it where the endpoint does not tell"
+        )
     cases = []
     for index in range(spec.num_cases):
         prompt: str | list[int] | None = None

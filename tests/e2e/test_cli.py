@@ -1,0 +1,205 @@
+"""The command line: commands end to end on a small model, mistakes as one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_server import FakeServer, chat_events, chunked, http
+
+from firstdiff.harness.cli import main
+from firstdiff.harness.replica import Replica
+from firstdiff.tracing.records import RequestRow
+from firstdiff.tracing.store import Run
+from firstdiff.tracing.token_log import read_token_log
+
+SMALL = ["--workload", "text", "--cases", "6", "--max-tokens", "8", "--concurrency", "2"]
+CHAT = "/v1/chat/completions"
+MODELS = {"/v1/models": [http(b'{"data": [{"id": "m"}]}')]}
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def firstdiff(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command in this process: (exit code, standard output, standard error)."""
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    with Replica(["--model", "tiny-random"], label="tiny") as replica:
+        yield replica
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["run"], "Missing argument"),
+        (["run", "http://x", "--no-such-flag"], "No such option"),
+        (["run", "nonsense"], "expected a URL like http://127.0.0.1:8000, got 'nonsense'"),
+        (["run", "http://x", "--cases", "0"], "expected num_cases in 1..1e+06, got 0"),
+        (["run", "http://x", "--cases", "many"], "'--cases'"),
+        (["run", "http://x", "--logprobs", "21"], "'--logprobs'"),
+        (["run", "http://x", "--rate", "-1"], "expected a rate above 0"),
+        (["run", "http://x", "--resume"], "expected --out with --resume"),
+        (["run", "http://x", "--dialect", "klingon"], "expected a dialect out of"),
+        (["run", "http://x", "--workload", "prose"], "prose"),
+        (["compare", "a"], "Missing argument"),
+        (["compare", "nowhere", "nowhere"], "expected a Run directory"),
+        (["compare", "http://x", "nowhere"], "expected two Run directories or two URLs"),
+        (["serve"], "Missing option '--model'"),
+        (["serve", "--model", "tiny-random", "--fault", "x"], "expected a fault out of"),
+        (["serve", "--model", "no/such-model-at-all"], "no/such-model-at-all"),
+        (["serve", "--model", "tiny-random", "--threads", "0"], "expected --threads in 1..1024, got 0"),
+        (["serve", "--model", "tiny-random", "--dtype", "int1"], "int1"),
+        (["model", "pull", "gpt-9"], "gpt-9"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(firstdiff: Command, arguments: list[str], error: str) -> None:
+    code, out, err = firstdiff(*arguments)
+    assert code == 2, err
+    assert error in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert len([line for line in err.splitlines() if "rror" in line or line.startswith("firstdiff")]) == 1
+
+
+def test_a_port_in_use_is_named(firstdiff: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = firstdiff("serve", "--model", "tiny-random", "--port", port)
+    assert code == 2
+    assert str(port) in err
+
+
+def test_nobody_there_is_exit_4(firstdiff: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, _, err = firstdiff("run", f"http://127.0.0.1:{port}")
+    assert (code, err.count("\n")) == (4, 1)
+    assert f"cannot connect to 127.0.0.1:{port}" in err
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from firstdiff.harness import cli\n"
+        "heavy = {'torch', 'transformers', 'lm_eval', 'zmq', 'scipy', 'aiohttp'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "cli.main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for command in ("serve", "model", "run", "compare", "eval", "demo"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_run_fills_a_run(firstdiff: Command, replica: Replica, tmp_path: Path) -> None:
+    path = tmp_path / "base"
+    arguments = ["run", replica.url, "--out", path, "--label", "base", *SMALL, "--log-dir", replica.log_dir]
+    code, out, err = firstdiff(*arguments)
+    assert (code, out) == (0, f"{path}: 6 of 6 requests ok\n")
+    assert "running base: 6 of 6" in err
+    run = Run.open(path)
+    assert run.manifest.complete
+    assert (run.manifest.dialect, run.manifest.model) == ("firstdiff", "tiny-random")
+    assert len(read_token_log(path)[1]) == len(list(run.rows("requests", RequestRow))) == 6
+
+    code, _, err = firstdiff(*arguments)
+    assert code == 2
+    assert "which holds a Run" in err
+    assert firstdiff(*arguments, "--resume", "--repeats", "2")[1] == f"{path}: 12 of 12 requests ok\n"
+
+
+def test_run_with_random_tokens_asks_for_the_vocabulary(
+    firstdiff: Command, replica: Replica, tmp_path: Path
+) -> None:
+    arguments = ["--workload", "tokens", "--prompt-tokens", "9", "--cases", "2", "--max-tokens", "3"]
+    code, _, err = firstdiff("run", replica.url, "--out", tmp_path / "r", *arguments, "--rate", "50")
+    assert code == 0, err
+    run = Run.open(tmp_path / "r")
+    assert run.manifest.workload["vocab_size"] == run.manifest.identity.vocab_size
+    assert all(len(row.prompt_token_ids) == 9 for row in run.rows("requests", RequestRow))
+
+
+def test_failures_are_exit_4_and_kept(firstdiff: Command, tmp_path: Path) -> None:
+    with FakeServer(MODELS | {CHAT: [http(b'{"error": "no memory"}', status=500)]}) as server:
+        code, out, err = firstdiff("run", server.url, "--out", tmp_path / "r", "--cases", "3")
+    assert (code, out) == (4, f"{tmp_path / 'r'}: 0 of 3 requests ok\n")
+    assert "first failure: case chat-00000, failed: status 500: no memory" in err
+    assert {row.status for row in Run.open(tmp_path / "r").rows("requests", RequestRow)} == {500}
+
+
+def test_runs_of_one_server_pass(firstdiff: Command, replica: Replica, tmp_path: Path) -> None:
+    for label in ("base", "twin"):
+        arguments = ["--out", tmp_path / label, "--label", label, *SMALL, "--log-dir", replica.log_dir]
+        assert firstdiff("run", replica.url, *arguments)[0] == 0
+    report = tmp_path / "report.json"
+    sides = [tmp_path / "base", tmp_path / "twin"]
+    code, out, err = firstdiff(
+        "compare", *sides, "--latency-margin", "10", "--format", "json", "--report", report
+    )
+    assert code in (0, 3), err
+    assert json.loads(out) == json.loads(report.read_text())
+    assert firstdiff("compare", *sides, "--alpha", "7")[0] == 2
+
+
+def test_comparing_urls_finds_other_tokens(firstdiff: Command, tmp_path: Path) -> None:
+    good, bad = (MODELS | {CHAT: chunked(chat_events(["one ", word, "three"]))} for word in ("two ", "2 "))
+    with FakeServer(good) as base, FakeServer(bad) as candidate:
+        code, out, err = firstdiff(
+            "compare", base.url, candidate.url, "--out", tmp_path, "--cases", "12", "--report", tmp_path / "r"
+        )
+    assert code == 1, out + err
+    assert (tmp_path / "r").read_text() == out
+    for label in ("base", "candidate"):
+        rows = list(Run.open(tmp_path / label).rows("requests", RequestRow))
+        assert len(rows) == 24
+        assert {row.repeat_index for row in rows} == {0, 1}
+    assert json.loads((tmp_path / "candidate" / "verdict.json").read_text())["status"] == "fail"
+
+
+def test_an_interrupted_run_is_kept_and_says_so(replica: Replica, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "firstdiff.harness.cli",
+        "run",
+        replica.url,
+        "--out",
+        str(tmp_path / "r"),
+    ]
+    command += ["--workload", "text", "--cases", "5000", "--max-tokens", "4", "--warmup", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        rows = tmp_path / "r" / "requests.jsonl"
+        while process.poll() is None and not (rows.exists() and rows.stat().st_size):
+            try:
+                process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    run = Run.open(tmp_path / "r")
+    assert not run.manifest.complete
+    assert list(run.rows("requests", RequestRow))
