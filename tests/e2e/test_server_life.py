@@ -181,6 +181,27 @@ def test_a_failing_step_fails_its_requests_and_no_others(tmp_path: Path) -> None
     assert len(rows["bad-stream"].token_ids) == 2
 
 
+def test_a_broken_engine_answers_503_from_then_on(tmp_path: Path) -> None:
+    script = Script(spell("word "), step_s=0.01)
+    with scripted_server(script, log_dir=tmp_path) as server:
+        connection = open_request(server, "cut-off", stream=True)
+        response = connection.getresponse()
+        assert response.read(10)
+        assert script.engine is not None
+        script.engine.scheduler.commit = lambda *_: 1 / 0
+        error = response.read().split(b"\n\n")[-3]
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
+        connection.close()
+        status, _, body = server.request("GET", "/health")
+        assert status == 503
+        assert "ZeroDivisionError" in json.loads(body)["error"]["message"]
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
+        assert server.refusal(COMPLETIONS, body)[0] == 503
+        assert server.refusal(COMPLETIONS, body | {"stream": True})[0] == 503
+    row = log_of(tmp_path)["cut-off"]
+    assert (row.finish_reason, len(row.token_ids) > 0) == ("error", True)
+
+
 def test_requests_in_flight_at_shutdown_are_answered_with_503(tmp_path: Path) -> None:
     script = Script(spell("word "), step_s=0.01)
     with ThreadPoolExecutor(2) as pool:
