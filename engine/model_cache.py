@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from firstdiff.tracing.records import UNREADABLE
 from firstdiff.tracing.store import write_atomically
 
 _UNWRITABLE = {
@@ -137,7 +138,7 @@ def _stamp(file: Path) -> tuple[int, int, int]:
 def _read_sidecar(sidecar: Path) -> _Remembered | None:
     try:
         return msgspec.json.decode(sidecar.read_bytes(), type=_Remembered)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         # A sidecar only saves time: without a readable one the sum is taken again.
         return None
 
