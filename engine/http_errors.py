@@ -72,7 +72,7 @@ async def read_body(request: web.Request, *, limit: int, timeout_s: float) -> by
             return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError(
-            f"expected a body of at most {limit} bytes, got more: send less, or raise --max-body-bytes",
+            f"expected a body of at most {limit} bytes, got more: send less",
             status=413,
             code="body_too_large",
         ) from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -73,7 +74,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.port <= 65535:
             raise ValueError(f"expected --port in 0..65535, got {self.port}")
         if not 1024 <= self.max_body_bytes <= 1 << 30:
-            raise ValueError(f"expected --max-body-bytes in 1024..{1 << 30}, got {self.max_body_bytes}")
+            raise ValueError(f"expected max_body_bytes in 1024..{1 << 30}, got {self.max_body_bytes}")
         if not self.body_timeout_s > 0:
             raise ValueError(f"expected a body time-out above 0 s, got {self.body_timeout_s}")
         if self.served_model_name == "":
@@ -151,6 +152,9 @@ async def _serve_until_cancelled(settings: ServeSettings, announce: Callable[[st
             rng=SystemRandom(),
         )
         async with server as running:
+            # Modules and tokenizer live as long as the server: scanning them again would only pause streams.
+            gc.collect()
+            gc.freeze()
             model = settings.served_model_name or running.identity.model
             announce(
                 f"firstdiff: listening on {running.url} "

@@ -276,7 +276,7 @@ def test_a_model_that_the_core_cannot_build_is_one_line_and_exit_code_2(tmp_path
         ({"block_size": 0}, {}, "--block-size"),
         ({}, {"port": 70000}, "--port"),
         ({}, {"host": "no such host"}, "--host"),
-        ({}, {"max_body_bytes": 1}, "--max-body-bytes"),
+        ({}, {"max_body_bytes": 1}, "max_body_bytes"),
         ({}, {"body_timeout_s": float("nan")}, "time-out"),
         ({}, {"served_model_name": ""}, "--served-model-name"),
         ({}, {"otlp_endpoint": "not a url"}, "not a url"),
