@@ -214,34 +214,25 @@ class _Reply:
         self.keeps_alive = version == "HTTP/1.1" and "close" not in connection
         return Head(int(code), headers, received_ns)
 
-    async def body(self, head: Head) -> AsyncGenerator[Read, None]:
+    def body(self, head: Head) -> AsyncGenerator[Read, None]:
         """Body pieces as they come; ConnectionError when the framing says that more should have come."""
         if head.headers.get("content-encoding", "identity").lower() != "identity":
             raise EndpointError(f"expected an uncompressed reply, got {head.headers['content-encoding']!r}")
         if "chunked" in head.headers.get("transfer-encoding", "").lower():
-            async for read in self._chunked(head):
-                yield read
-        elif head.status in (204, 304):
-            return
-        elif (length := head.headers.get("content-length")) is not None:
-            if not (length.isascii() and length.isdigit() and len(length) < 19):
-                raise EndpointError(f"expected a number as content-length, got {length[:40]!r}")
-            async for read in self._exactly(head, int(length)):
-                yield read
-        else:
+            return self._chunked(head)
+        length = "0" if head.status in (204, 304) else head.headers.get("content-length")
+        if length is None:
             self.keeps_alive = False
-            while self.buffer or await self._more():
-                yield self._take(head, len(self.buffer))
+            return self._until_close(head)
+        if not (length.isascii() and length.isdigit() and len(length) < 19):
+            raise EndpointError(f"expected a number as content-length, got {length[:40]!r}")
+        return self._sized(head, int(length))
 
     async def _chunked(self, head: Head) -> AsyncGenerator[Read, None]:
-        while True:
-            line = (await self._line()).partition(b";")[0].strip()
-            if not 0 < len(line) <= 16 or line.strip(b"0123456789abcdefABCDEF"):
-                raise EndpointError(f"expected a chunk size in hex, got {line[:40]!r}")
-            size = int(line, 16)
-            if size == 0:
-                break
-            async for read in self._exactly(head, size):
+        while num_bytes := _chunk_size(await self._line()):
+            while num_bytes:
+                read = await self._some(head, num_bytes)
+                num_bytes -= len(read.body)
                 yield read
             if await self._line():
                 raise EndpointError("expected a line end after a chunk, got more bytes than its size says")
@@ -251,13 +242,21 @@ class _Reply:
             if num_trailer_bytes > self.limits.max_head_bytes:
                 raise EndpointError(f"expected trailers of at most {self.limits.max_head_bytes} bytes")
 
-    async def _exactly(self, head: Head, num_bytes: int) -> AsyncGenerator[Read, None]:
+    async def _sized(self, head: Head, num_bytes: int) -> AsyncGenerator[Read, None]:
         while num_bytes:
-            if not self.buffer and not await self._more():
-                raise ConnectionResetError(f"the server closed the connection {num_bytes} bytes too early")
-            read = self._take(head, min(num_bytes, len(self.buffer)))
+            read = await self._some(head, num_bytes)
             num_bytes -= len(read.body)
             yield read
+
+    async def _until_close(self, head: Head) -> AsyncGenerator[Read, None]:
+        while self.buffer or await self._more():
+            yield self._take(head, len(self.buffer))
+
+    async def _some(self, head: Head, num_left_bytes: int) -> Read:
+        """What is there of the next `num_left_bytes`, at least one byte."""
+        if not self.buffer and not await self._more():
+            raise ConnectionResetError(f"the server closed the connection {num_left_bytes} bytes too early")
+        return self._take(head, min(num_left_bytes, len(self.buffer)))
 
     def _take(self, head: Head, num_bytes: int) -> Read:
         self.num_body_bytes += num_bytes
@@ -269,6 +268,13 @@ class _Reply:
         body = bytes(self.buffer[:num_bytes])
         del self.buffer[:num_bytes]
         return Read(head, self.stamp_ns, body)
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if not 0 < len(digits) <= 16 or digits.strip(b"0123456789abcdefABCDEF"):
+        raise EndpointError(f"expected a chunk size in hex, got {digits[:40]!r}")
+    return int(digits, 16)
 
 
 class Wire:
