@@ -184,11 +184,9 @@ def test_killed_while_downloading(models: Path, index: Index, wheel: Path) -> No
     process.send_signal(signal.SIGKILL)
     process.wait()
 
-    # The orphaned pip still writes into the old folder: the next pull waits until it is gone.
+    # The orphaned pip may go on in its folder for a while: the next pull begins when it is gone.
     index.stalling.clear()
     second = start_pull(wheel)
-    assert second.stdout is not None
-    assert second.stdout.readline().startswith("waiting for another process")
     index.go_on.set()
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 0, output
