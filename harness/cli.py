@@ -192,7 +192,7 @@ def compare(
                     out or Path("runs") / new_run_id("compare", unix_ns=clock.now_unix_ns()),
                     spec=workload.spec(repeats=repeats),
                     order="abba",
-                    block_size=2 * workload.concurrency,
+                    block_size=workload.concurrency,
                     clock=clock,
                     report=on_progress,
                 )
@@ -252,8 +252,8 @@ def eval_(
 def demo(
     out: Annotated[Path, typer.Option(help="Where Runs and report go.")] = Path("demo-runs"),
     model: Annotated[str, typer.Option(help="The model to serve three times.")] = "smollm2-135m",
-    cases: Annotated[int, typer.Option(help="How many different requests.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens a request, at most.")] = 48,
+    cases: Annotated[int, typer.Option(help="How many different requests.")] = 48,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens a request, at most.")] = 32,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     fault: Annotated[

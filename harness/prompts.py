@@ -66,7 +66,7 @@ def chat_messages(*, seed: int, index: int) -> list[dict[str, str]]:
     """An instruction, in a quarter of the cases with a system message or an earlier turn before it."""
     rng = _rng("chat", seed, index)
     # Lengths spread evenly on a logarithmic scale, as in logs of real use: most short, a few long.
-    num_sentences = round(2 ** rng.uniform(1, 4))
+    num_sentences = round(2 ** rng.uniform(1, 3.6))
     task = rng.choice(_TASKS).format(
         topic=rng.choice(_TOPICS),
         other=rng.choice(_TOPICS),

@@ -37,7 +37,7 @@ def test_cases_follow_from_the_spec_alone(kind: str) -> None:
 
 def test_the_hash_is_the_same_on_every_machine() -> None:
     cases = make_cases(WorkloadSpec(num_cases=4))
-    assert workload_sha256(cases) == "e7f3620b6f7116db1b8ed5360d7718a54f031d79d6151128f184d82581be83c9"
+    assert workload_sha256(cases) == "364f1e341be1b3ad5f591672280f1bd6f379ef91152a55f774fd4a5d4210c45c"
     assert workload_sha256(cases) != workload_sha256(cases[:3])
     assert workload_sha256(cases) != workload_sha256(cases[::-1])
 
@@ -46,7 +46,7 @@ def test_chat_prompts_vary_in_length_and_shape() -> None:
     cases = make_cases(WorkloadSpec(num_cases=300))
     lengths = sorted(sum(len(message["content"]) for message in case.messages or []) for case in cases)
     assert lengths[0] < 80
-    assert lengths[-1] > 800
+    assert lengths[-1] > 700
     roles = {tuple(message["role"] for message in case.messages or []) for case in cases}
     assert roles == {("user",), ("system", "user"), ("user", "assistant", "user")}
 
