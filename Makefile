@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV) || \
 	  { rm -rf $(VENV); echo 'expected a Python that can make a virtual environment: install python3-venv' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,evals,dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,evals,dev]'
 	@touch $@
 
 model: $(INSTALLED)
