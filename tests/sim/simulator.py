@@ -53,6 +53,7 @@ class Simulation:
         self.ended: list[tuple[int, EngineRequestRow]] = []
         self.histories: list[list[int]] = []
         self.next_step_index = 0
+        self.ran_before: dict[str, int] = {}
         self.runner = SymbolicRunner(
             num_blocks=swarm.num_blocks,
             block_size=swarm.block_size,
@@ -285,6 +286,11 @@ class Simulation:
         assert sum(item.num_scheduled_tokens for item in items) <= swarm.max_num_batched_tokens
         assert {id(item.sequence) for item in items} == {id(s) for s in self.scheduler.running}
         assert len({id(item.sequence) for item in items}) == len(items)
+        now_running = {item.sequence.request_id: item.sequence.num_preemptions for item in items}
+        assert not batch.num_preemptions or now_running.items() <= self.ran_before.items(), (
+            "no room, yet admitted"
+        )
+        self.ran_before = now_running
         shapes = []
         for item in items:
             sequence, end = item.sequence, item.start + item.num_scheduled_tokens

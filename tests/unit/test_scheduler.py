@@ -147,13 +147,14 @@ def test_the_last_running_sequence_is_preempted_and_comes_back_first() -> None:
     scheduler = make_scheduler(num_blocks=6, enable_prefix_caching=False)
     for name in "ab":
         scheduler.add(make_sequence(name, SIZE, max_tokens=17))
-    scheduler.add(make_sequence("c", SIZE, max_tokens=1))
+    run_step(scheduler)
+    scheduler.add(make_sequence("c", 20, max_tokens=4))
     preempted = None
     while preempted is None:
         batch, _ = run_step(scheduler)
         preempted = batch if batch.num_preemptions else None
     assert [row[0] for row in shape(preempted)] == ["a"]
-    assert [s.request_id for s in scheduler.waiting] == ["b"]
+    assert [s.request_id for s in scheduler.waiting] == ["b", "c"]
     b = scheduler.waiting[0]
     assert (b.block_table, b.num_computed_tokens, b.num_preemptions) == ([], 0, 1)
     num_tokens = b.num_tokens
@@ -163,6 +164,36 @@ def test_the_last_running_sequence_is_preempted_and_comes_back_first() -> None:
     assert shape(batch)[-1] == ("b", 0, num_tokens, True)
     drain(scheduler)
     assert b.num_output_tokens == 17
+
+
+def test_a_preempted_sequence_finds_what_it_had_generated() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    for name, token in (("a", 1), ("b", 3)):
+        scheduler.add(make_sequence(name, [token] * SIZE, max_tokens=25))
+    b = scheduler.waiting[1]
+    while not b.num_preemptions:
+        run_step(scheduler)
+    scheduler.abort("a")
+    batch, _ = run_step(scheduler)
+    # It had filled 4 blocks, prompt included; the last of them, free by then, went to "a".
+    assert shape(batch) == [("b", 3 * SIZE, 5, True)]
+    assert b.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("num_prompt", "num_blocks_needed"), [(SIZE, 1), (2 * SIZE, 2), (2 * SIZE + 1, 3)])
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_an_admission_leaves_a_block_to_each_running_sequence(
+    num_prompt: int, num_blocks_needed: int, num_missing: int
+) -> None:
+    num_running = 2
+    num_blocks = num_running + num_blocks_needed + num_running - num_missing
+    scheduler = make_scheduler(num_blocks=num_blocks)
+    for index in range(num_running):
+        scheduler.add(make_sequence(f"r{index}", [index], max_tokens=3))
+    run_step(scheduler)
+    scheduler.add(make_sequence("new", num_prompt, max_tokens=1))
+    run_step(scheduler)
+    assert len(scheduler.waiting) == num_missing
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
