@@ -71,6 +71,7 @@ class Routes:
         limits: Limits,
         clock: Clock,
         rng: Random,
+        sampling_rng: Random,
         max_body_bytes: int,
         body_timeout_s: float,
     ) -> None:
@@ -80,6 +81,7 @@ class Routes:
         self._limits = limits
         self._clock = clock
         self._rng = rng
+        self._sampling_rng = sampling_rng
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._created_unix_s = clock.now_unix_ns() // 1_000_000_000
@@ -214,7 +216,7 @@ class Routes:
             engine_request = EngineRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 prompt_token_ids=ids,
-                sampling=ask.sampling(len(ids), self._limits, self._rng),
+                sampling=ask.sampling(len(ids), self._limits, self._sampling_rng),
             )
             choices.append(Choice(index, engine_request, IncrementalDetokenizer(self._tokenizer, ids)))
         return choices

@@ -20,7 +20,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 2 GiB.
     `max_model_len` 0 means: what the model's config says. `max_num_waiting` bounds the queue (429 beyond).
-    `faults` are names from `engine/faults.py`, empty in every healthy engine.
+    `seed` makes the seeds drawn for requests that name none repeat from start to start, in the order the
+    requests come; None draws them from the system. `faults` are names from `engine/faults.py`, empty in
+    every healthy engine.
     """
 
     model: str
@@ -33,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
-    seed: int = 0
+    seed: int | None = None
     faults: tuple[str, ...] = ()
 
     def validate(self) -> None:
@@ -47,6 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_model_len": (self.max_model_len, 0, 1 << 24),
             "max_num_waiting": (self.max_num_waiting, 1, 1 << 20),
         }
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"expected --seed in 0..2^64-1, got {self.seed}")
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high:
                 flag = name.replace("_", "-")

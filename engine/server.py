@@ -200,6 +200,8 @@ async def running_server(
         limits=Limits(models=(name,), vocab_size=identity.vocab_size, max_model_len=identity.max_model_len),
         clock=clock,
         rng=rng,
+        # Of its own: request and span ids drawn in between must not shift the seeds.
+        sampling_rng=rng if settings.engine.seed is None else Random(settings.engine.seed),
         max_body_bytes=settings.max_body_bytes,
         body_timeout_s=settings.body_timeout_s,
     )

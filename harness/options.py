@@ -98,7 +98,7 @@ class ServeOptions:
     max_model_len: Annotated[int, typer.Option(help="Context length; 0: what the model says.")] = 0
     max_num_waiting: Annotated[int, typer.Option(help="Waiting requests, beyond which 429.")] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV blocks of equal prefixes.")] = True
-    seed: Annotated[int, typer.Option(help="Seed of the engine.")] = 0
+    seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: random.")] = None
     fault: Annotated[list[str] | None, typer.Option(help="Plant a defect; repeat for more.")] = None
 
 
