@@ -57,9 +57,11 @@ def uniforms(
     seed: int, position: int, token_ids: NDArray[np.int64], *, stream: int = TARGET_STREAM
 ) -> NDArray[np.float64]:
     """One uniform in (0, 1) for each of `token_ids` [n], by the specification above."""
-    ids = token_ids.astype(np.uint64)
-    # Four neighbouring ids share one counter: compute each counter once, then pick words.
-    counters, inverse = np.unique(ids >> np.uint64(2), return_inverse=True)
+    blocks = token_ids >> 2
+    # Four neighbouring ids share one counter. Where most ids are asked for, each counter is computed once.
+    num_blocks = int(blocks.max()) + 1
+    shared = 2 * len(blocks) > num_blocks
+    counters = (np.arange(num_blocks) if shared else blocks).astype(np.uint64)
     fixed = np.zeros_like(counters)
     words = philox_4x32(
         (
@@ -70,7 +72,7 @@ def uniforms(
         ),
         (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF),
     )
-    picked = np.stack(words)[(ids & np.uint64(3)).astype(np.intp), inverse]
+    picked: UInt64s = np.stack(words)[token_ids & 3, blocks if shared else np.arange(len(blocks))]
     return (picked.astype(np.float64) + 0.5) / 2.0**32
 
 

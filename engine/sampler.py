@@ -18,6 +18,8 @@ from firstdiff.engine.rng import gumbel_noise
 from firstdiff.engine.sequence import SampledToken
 from firstdiff.tracing.records import Sampling
 
+NUM_SORTED_FIRST = 1024
+
 
 def sample(logits: torch.Tensor, rows: list[tuple[Sampling, int]]) -> list[SampledToken]:
     """The next token of each row of `logits` [S, V] fp32; `rows[i]` is (sampling, position of the new token).
@@ -52,16 +54,37 @@ def kept_token_ids(scaled: NDArray[np.float64], *, top_k: int, top_p: float) -> 
     `top_p`, so at least one token. Equal logits are ordered by id.
     """
     vocab_size = scaled.shape[0]
-    if top_p >= 1.0 and not 0 < top_k < vocab_size:
-        return np.arange(vocab_size, dtype=np.int64)
-    order: NDArray[np.int64] = np.argsort(-scaled, kind="stable").astype(np.int64)
-    if 0 < top_k < vocab_size:
-        order = order[:top_k]
-    if top_p < 1.0:
+    num_kept = top_k if 0 < top_k < vocab_size else vocab_size
+    if top_p >= 1.0:
+        if num_kept == vocab_size:
+            return np.arange(vocab_size, dtype=np.int64)
+        return np.sort(_likeliest(scaled, num_kept))
+    # Nearly all mass usually sits in few tokens: sort those, and more only when they do not reach top_p.
+    num_sorted = min(NUM_SORTED_FIRST, num_kept)
+    while True:
+        order = _likeliest(scaled, num_sorted)
         weights = np.exp(scaled[order] - scaled[order[0]])
-        mass_before = (np.cumsum(weights) - weights) / weights.sum()
-        order = order[mass_before < top_p]
-    return np.sort(order)
+        if num_sorted == num_kept:
+            total = weights.sum()
+        else:
+            everyone = scaled if num_kept == vocab_size else scaled[_likeliest(scaled, num_kept)]
+            total = np.exp(everyone - scaled[order[0]]).sum()
+        mass_before = (np.cumsum(weights) - weights) / total
+        reached = np.flatnonzero(mass_before >= top_p)
+        if len(reached) or num_sorted == num_kept:
+            return np.sort(order[: reached[0]] if len(reached) else order)
+        num_sorted = num_kept
+
+
+def _likeliest(scaled: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """The `count` ids of largest `scaled`, by falling value, equal values by rising id."""
+    if count < scaled.shape[0]:
+        threshold = np.partition(scaled, -count)[-count]
+        candidates = np.flatnonzero(scaled >= threshold)
+    else:
+        candidates = np.arange(scaled.shape[0])
+    order = np.argsort(-scaled[candidates], kind="stable")[:count]
+    return candidates[order].astype(np.int64)
 
 
 def with_logprobs(logits: torch.Tensor, token_ids: list[int], counts: list[int | None]) -> list[SampledToken]:
