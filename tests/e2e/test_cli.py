@@ -158,8 +158,10 @@ def test_runs_of_one_server_pass(firstdiff: Command, replica: Replica, tmp_path:
     code, out, err = firstdiff(
         "compare", *sides, "--latency-margin", "10", "--format", "json", "--report", report
     )
-    assert code in (0, 3), err
-    assert json.loads(out) == json.loads(report.read_text())
+    verdict = json.loads(out)
+    assert verdict == json.loads(report.read_text())
+    assert code == {"pass": 0, "fail": 1, "unknown": 3, "invalid": 4}[verdict["status"]], err
+    assert "fail" not in {finding["status"] for finding in verdict["findings"] if finding["part"] == "tokens"}
     assert firstdiff("compare", *sides, "--alpha", "7")[0] == 2
 
 
@@ -167,15 +169,18 @@ def test_comparing_urls_finds_other_tokens(firstdiff: Command, tmp_path: Path) -
     good, bad = (MODELS | {CHAT: chunked(chat_events(["one ", word, "three"]))} for word in ("two ", "2 "))
     with FakeServer(good) as base, FakeServer(bad) as candidate:
         code, out, err = firstdiff(
-            "compare", base.url, candidate.url, "--out", tmp_path, "--cases", "12", "--report", tmp_path / "r"
+            "compare", base.url, candidate.url, "--out", tmp_path, "--cases", "20", "--report", tmp_path / "r"
         )
-    assert code == 1, out + err
+    verdict = json.loads((tmp_path / "candidate" / "verdict.json").read_bytes())
+    tokens = [finding["status"] for finding in verdict["findings"] if finding["part"] == "tokens"]
+    assert "fail" in tokens, out + err
+    # On a busy machine this client may be late, which makes the whole invalid.
+    assert (code, verdict["status"]) in ((1, "fail"), (4, "invalid"))
     assert (tmp_path / "r").read_text() == out
     for label in ("base", "candidate"):
         rows = list(Run.open(tmp_path / label).rows("requests", RequestRow))
-        assert len(rows) == 24
+        assert len(rows) == 40
         assert {row.repeat_index for row in rows} == {0, 1}
-    assert json.loads((tmp_path / "candidate" / "verdict.json").read_text())["status"] == "fail"
 
 
 def test_an_interrupted_run_is_kept_and_says_so(replica: Replica, tmp_path: Path) -> None:

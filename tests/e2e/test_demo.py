@@ -25,11 +25,15 @@ def test_the_demo_finds_the_planted_defect(tmp_path: Path, capsys: pytest.Captur
     twin, candidate = (
         json.loads((folder / label / "verdict.json").read_bytes()) for label in ("twin", "candidate")
     )
-    assert candidate["status"] == "fail"
-    found = {finding["part"]: finding["status"] for finding in twin["findings"]}
-    assert found["tokens"] == "pass", twin
-    # The twin's speed is the machine's business, and a busy one may leave it unsettled.
-    assert end.value.code == (0 if twin["status"] == "pass" else 1)
+    parts = [
+        {finding["part"]: finding["status"] for finding in verdict["findings"]}
+        for verdict in (twin, candidate)
+    ]
+    assert [part["tokens"] for part in parts] == ["pass", "fail"]
+    # Speed is the machine's business: a busy one may leave it unsettled, or this client late.
+    assert candidate["status"] in ("fail", "invalid")
+    as_expected = (twin["status"], candidate["status"]) == ("pass", "fail")
+    assert end.value.code == (0 if as_expected else 1)
 
     report = (folder / "report.md").read_text()
     assert report.index("twin: expected to pass") < report.index("candidate: expected to fail")
