@@ -22,6 +22,7 @@ from firstdiff.tracing.records import RequestRow, Sampling
 _SAME = ("weights_sha256", "config_sha256", "tokenizer_sha256", "chat_template_sha256")
 _SAMPLING = ("temperature", "top_k", "top_p", "max_tokens", "stop", "stop_token_ids", "ignore_eos")
 _MAX_DIFFERENCES = 12
+_MAX_ERROR_CHARS = 500
 
 
 def check_comparable(base: RunView, candidate: RunView) -> list[Finding]:
@@ -139,7 +140,10 @@ def judge_outcomes(
                 detail=f"The first is case {quoted(row.case_id)}: {row.outcome}, {words}.",
                 evidence=[
                     Example(
-                        case_id=row.case_id, repeat_index=row.repeat_index, side=side, text=row.error or ""
+                        case_id=row.case_id,
+                        repeat_index=row.repeat_index,
+                        side=side,
+                        text=(row.error or "")[:_MAX_ERROR_CHARS],
                     )
                 ],
                 p_value=p_value if side == "candidate" else None,

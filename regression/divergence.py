@@ -31,6 +31,7 @@ from firstdiff.regression.verdict import (
 )
 
 _MAX_EXAMPLES = 5
+_TOO_FEW = "More than the floor shows, but too few to tell from chance: ask more cases."
 _LOUD_FLOOR = 0.5
 """From this share of diverging floor cases on, counting divergences says hardly anything."""
 
@@ -220,11 +221,14 @@ def judge_tokens(comparison: TokenComparison, adjusted: dict[str, float], config
     elif evidence.floor == "none":
         status = "unknown"
         detail = "There is no noise floor to tell a defect from chance: add a twin's Run, or repeats."
-    elif comparison.num_unexplained == 0:
-        detail = "All of them at near ties, where log-probabilities moved no further than noise does."
-    elif evidence.num_diverging_floor_cases == 0 or _or_one(comparison.count_p) < 2 * config.alpha:
+    elif _or_one(comparison.count_p) < 2 * config.alpha:
         status = "unknown"
-        detail = "More than the floor shows, but too few to tell from chance: ask more cases."
+        detail = _TOO_FEW
+    elif comparison.num_unexplained == 0:
+        detail = "In all of them log-probabilities moved no further than noise moves them."
+    elif evidence.num_diverging_floor_cases == 0:
+        status = "unknown"
+        detail = _TOO_FEW
     elif comparison.shift is None and (
         evidence.num_diverging_floor_cases >= _LOUD_FLOOR * evidence.num_floor_cases
     ):
@@ -280,7 +284,7 @@ def judge_shift(
         detail = "There is no noise floor to tell a defect from chance: add a twin's Run, or repeats."
     elif is_material and _or_one(comparison.shift_p) < 2 * config.alpha:
         status = "unknown"
-        detail = "Further than the floor, but too few to tell from chance: ask more cases."
+        detail = _TOO_FEW
     floor = "none" if shift.floor_largest is None else f"{shift.floor_largest:.3g} nat"
     return Finding(
         status=status,

@@ -13,11 +13,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import integrate
-from scipy.stats import beta, binom, binomtest, t
+from scipy.special import bdtrc
+from scipy.stats import beta, binomtest, t
 
 TRIMMED_FRACTION = 0.2
 _CHUNK = 1 << 22
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(128)
+_SMALLEST_P = 1e-12
 
 
 def quantile(values: Sequence[float], fraction: float) -> float | None:
@@ -125,8 +127,11 @@ def quantile_ratio_range(
     rng = np.random.default_rng(list(seed))
     counts = rng.multinomial(len(base), [1 / len(base)] * len(base), size=num_resamples)
     drawn = [_quantiles(side, counts, fraction) for side in sides]
-    ratios = np.log(drawn[1] / drawn[0])
-    ratios = ratios[np.isfinite(ratios)]
+    # A gap may be 0 (two chunks in one read), and so may a draw's quantile: it has no ratio.
+    usable = (drawn[0] > 0) & (drawn[1] > 0)
+    if not usable.any():
+        return None
+    ratios = np.log(drawn[1][usable] / drawn[0][usable])
     low, high = np.quantile(ratios, [tail, 1 - tail], method="nearest")
     return float(low), float(high)
 
@@ -210,10 +215,6 @@ def _exceedance_p(rank: int, num_values: int, num_floor: int, factor: float) -> 
     The chance u that one value exceeds the floor's largest is Beta(1, num_floor) whatever the noise is;
     integrated over its quantiles.
     """
-
-    def given(level: float) -> float:
-        u = 1 - (1 - level) ** (1 / num_floor)
-        return float(binom.sf(rank - 1, num_values, u / factor))
-
-    value, _ = integrate.quad(given, 0.0, 1.0, epsabs=1e-12, epsrel=1e-6, limit=200)
-    return float(value)
+    u = -np.expm1(np.log1p(-(_NODES + 1) / 2) / num_floor)
+    p_value = float(_WEIGHTS @ bdtrc(rank - 1, num_values, u / factor)) / 2
+    return max(p_value, _SMALLEST_P)

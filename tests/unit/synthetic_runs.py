@@ -65,6 +65,10 @@ class Defect:
     diverging_fraction: float = 0.0
     shift: float = 0.5
     """Nats by which a diverging case's log-probabilities move at the divergence."""
+    heavy_shift: bool = False
+    """Whether that shift is only the scale of a heavy-tailed one."""
+    salt: int = 0
+    """Sides with equal salt have their diverging cases in common."""
     logprob_sd: float = 0.0
     """Spread of the noise on every log-probability, Student t with three degrees of freedom."""
     failing_fraction: float = 0.0
@@ -178,15 +182,16 @@ def reply_of(workload, rng, defect, case, repeat):
         for token, other, value in zip(token_ids, others, logprobs, strict=True)
     ]
     # Whether a case is touched is a fact of the case, so that repeats agree.
-    touched = np.random.default_rng([13, workload.seed, case]).random() < defect.diverging_fraction
-    if touched:
+    case_rng = np.random.default_rng([13, workload.seed, defect.salt, case])
+    if case_rng.random() < defect.diverging_fraction:
         at = case % (workload.num_tokens - 1)
+        shift = defect.shift * (abs(heavy(case_rng)) if defect.heavy_shift else 1.0)
         value = logprobs[at]
         tops[at] = [
-            (token_text(others[at]), value + defect.shift - 1.0),
-            (token_text(token_ids[at]), value - defect.shift),
+            (token_text(others[at]), value + shift - 1.0),
+            (token_text(token_ids[at]), value - shift),
         ]
-        logprobs[at] = value + defect.shift - 1.0
+        logprobs[at] = value + shift - 1.0
         token_ids = [*token_ids[:at], *others[at:]]
     return token_ids, logprobs, tops
 
