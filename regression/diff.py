@@ -131,34 +131,40 @@ def _compare(
 
 def _reason(status: Status, findings: list[Finding], phase: PhaseEvidence | None, *, margin: float) -> str:
     """One sentence, the worst first, that a tired engineer understands."""
-    if status == "pass":
-        return _passing(findings)
     worst = [finding for finding in findings if finding.gates and finding.status == status]
-    clauses = []
-    for finding in worst:
-        clauses.append(finding.title)
+    if status == "pass":
+        return "; ".join(finding.title for finding in worst if finding.part in ("tokens", "latency"))
+    if status == "fail":
+        return "; ".join(_failing(findings, worst, phase, margin=margin))
+    first = worst[0]
+    more = f" ({len(worst) - 1} more below)" if len(worst) > 1 else ""
+    return f"{first.title}{more}. {first.detail}".removesuffix(" ").removesuffix(".")
+
+
+def _failing(
+    findings: list[Finding], worst: list[Finding], phase: PhaseEvidence | None, *, margin: float
+) -> list[str]:
+    """What fails, each thing once: log-probabilities stand behind tokens, metrics behind a phase."""
+    clauses = [finding.title for finding in worst if finding.part not in ("tokens", "logprobs", "latency")]
+    for finding in findings:
         first = _first_divergence(finding)
-        if status == "fail" and first:
-            clauses.append(first)
-    if status == "fail" and phase is not None and phase.interval is not None:
-        is_worse = phase.interval.low > margin or any(finding.part == "latency" for finding in worst)
-        clauses += [phase_words(phase)] if is_worse else []
-    if status == "unknown" and worst and worst[0].detail:
-        return f"{clauses[0]}. {worst[0].detail}".rstrip(".")
-    return "; ".join(clauses)
+        if finding.part == "tokens" and finding in worst:
+            clauses.append(finding.title + (f", first in {first}" if first else ""))
+        elif first and any(one.part == "logprobs" for one in worst):
+            clauses.append(f"{finding.title}, first in {first}")
+    if not any(finding.part == "tokens" for finding in worst):
+        clauses += [finding.title for finding in worst if finding.part == "logprobs"]
+    slower = [finding for finding in worst if finding.part == "latency"]
+    if phase is not None and phase.interval is not None and (slower or phase.interval.low > margin):
+        names = " and ".join(finding.title.split()[0] for finding in slower)
+        clauses.append(phase_words(phase) + (f" ({names} beyond the margin)" if names else ""))
+    else:
+        clauses += [finding.title for finding in slower]
+    return clauses
 
 
 def _first_divergence(finding: Finding) -> str | None:
     for evidence in finding.evidence:
         if isinstance(evidence, TokenEvidence) and evidence.first is not None:
-            return f"first in {first_words(evidence.first)}"
+            return first_words(evidence.first)
     return None
-
-
-def _passing(findings: list[Finding]) -> str:
-    titles = [
-        finding.title
-        for finding in findings
-        if finding.gates and finding.part in ("tokens", "latency") and finding.evidence
-    ]
-    return "; ".join(titles)

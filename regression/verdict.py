@@ -35,7 +35,9 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     estimate is beyond its margin and more than half the margin is certain; a slow-down of exactly the
     margin passes with chance `miss_rate`. `session_sd`: spread, as a fraction, of speed from session to
     session; enters where the sides did not take turns. `logprob_tolerance`: nats that never matter.
-    `max_failed_fraction`: failed requests that an endpoint may have.
+    `max_failed_fraction`: failed requests that an endpoint may have. One in a hundred of the client's
+    wake-ups may be late by `max_client_lag_fraction` of the median TTFT, or `min_client_lag_ns` if that is
+    more; half of them by a tenth of it.
     """
 
     alpha: float = 0.01
@@ -48,7 +50,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     session_sd: float = 0.03
     max_failed_fraction: float = 0.02
     max_client_lag_fraction: float = 0.5
-    min_client_lag_ns: int = 10_000_000
+    min_client_lag_ns: int = 50_000_000
     num_resamples: int = 1000
     seed: int = 0
 
