@@ -252,8 +252,8 @@ def eval_(
 def demo(
     out: Annotated[Path, typer.Option(help="Where Runs and report go.")] = Path("demo-runs"),
     model: Annotated[str, typer.Option(help="The model to serve three times.")] = "smollm2-135m",
-    cases: Annotated[int, typer.Option(help="How many different requests.")] = 48,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens a request, at most.")] = 32,
+    cases: Annotated[int, typer.Option(help="How many different requests.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens a request, at most.")] = 20,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     fault: Annotated[
