@@ -21,7 +21,7 @@ from firstdiff.engine.messages import Rejected, StepOutput
 from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import EngineRequestRow, FinishReason, StepRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, FinishReason, LoadRow, StepRow, TokenRow
 
 Delivery = TokenRow | EngineRequestRow | Rejected
 
@@ -125,6 +125,8 @@ class Dispatcher:
             raise
         finally:
             # However the loop ended: no handler may wait for rows that will never come.
+            if self._core.failure is not None:
+                logging.getLogger(__name__).error("%s: requests are answered 503", self._core.failure)
             self.failure = self._core.failure or self.failure or "the engine core was stopped"
             self._fail_rest(self.failure)
 
@@ -142,7 +144,7 @@ class Dispatcher:
     def _deliver(self, message: StepOutput) -> None:
         self._ledger.feed(message.rows)
         for row in message.rows:
-            if isinstance(row, StepRow):
+            if isinstance(row, StepRow | LoadRow):
                 continue
             in_flight = self._in_flight.get(row.request_id)
             # Every row belongs to a request that was submitted and has not had its last row.

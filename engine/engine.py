@@ -21,7 +21,15 @@ from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.scheduler import Scheduler
 from firstdiff.engine.sequence import SampledToken, ScheduledBatch, Sequence
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import EngineRequestRow, FinishReason, Row, Sampling, StepRow, TokenRow
+from firstdiff.tracing.records import (
+    EngineRequestRow,
+    FinishReason,
+    LoadRow,
+    Row,
+    Sampling,
+    StepRow,
+    TokenRow,
+)
 
 Emit = Callable[[Row], None]
 
@@ -102,14 +110,24 @@ class LLMEngine:
         )
 
     def abort(self, request_id: str, *, reason: FinishReason = "abort") -> bool:
-        """End a request now, blocks freed and its EngineRequestRow emitted; False when it is not in flight.
+        """End a request now, blocks freed; False when it is not in flight.
 
-        `reason` "stop" is a stop string that the caller saw, "abort" a caller that lost interest.
+        Emits its EngineRequestRow, then a LoadRow. `reason` "stop" is a stop string that the caller saw,
+        "abort" a caller that lost interest.
         """
         sequence = self.scheduler.abort(request_id)
         if sequence is None:
             return False
         self._emit(_request_row(sequence, reason, self._clock.now_ns(), error=None))
+        # No step may follow that would say what is left.
+        self._emit(
+            LoadRow(
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_used_blocks=self.scheduler.pool.num_used_blocks,
+                num_blocks=self.scheduler.pool.num_blocks,
+            )
+        )
         return True
 
     def step(self) -> list[TokenRow]:
@@ -123,8 +141,6 @@ class LLMEngine:
         batch = scheduler.schedule(started_ns)
         if batch is None:
             return []
-        num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
-        num_used_blocks = scheduler.pool.num_used_blocks
         scheduled_ns = self._clock.now_ns()
         sampled, error = self._execute(batch)
         executed_ns = self._clock.now_ns()
@@ -150,10 +166,10 @@ class LLMEngine:
                 batch_size=len(batch.items),
                 num_prefill_tokens=batch.num_prefill_tokens,
                 num_decode_tokens=batch.num_decode_tokens,
-                num_running=num_running,
-                num_waiting=num_waiting,
+                num_running=len(scheduler.running),
+                num_waiting=len(scheduler.waiting),
                 num_preemptions=batch.num_preemptions,
-                num_used_blocks=num_used_blocks,
+                num_used_blocks=scheduler.pool.num_used_blocks,
                 num_blocks=scheduler.pool.num_blocks,
                 num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens - num_queried,
                 num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens - num_hit,

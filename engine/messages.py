@@ -14,9 +14,9 @@ from typing import Literal
 import msgspec
 
 from firstdiff.engine.engine import EngineRequest
-from firstdiff.tracing.records import EngineRequestRow, FinishReason, Identity, StepRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, FinishReason, Identity, LoadRow, StepRow, TokenRow
 
-EngineRow = StepRow | TokenRow | EngineRequestRow
+EngineRow = StepRow | TokenRow | EngineRequestRow | LoadRow
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from firstdiff.tracing.names import METRIC_PREFIX, METRICS, Metric
-from firstdiff.tracing.records import EngineRequestRow, Row, StepRow, TokenLogRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, LoadRow, Row, StepRow, TokenLogRow, TokenRow
 from firstdiff.tracing.token_log import phase_durations_ns
 
 _FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -60,11 +60,13 @@ class MetricFold:
             self._histograms[metric.name] = histogram.labels(**self._labels)
 
     def feed(self, row: Row) -> None:
-        """Take in a StepRow, TokenRow or EngineRequestRow; other rows move nothing here."""
+        """Take in a StepRow, LoadRow, TokenRow or EngineRequestRow; other rows move nothing here."""
         if isinstance(row, TokenRow):
             self._feed_token(row)
         elif isinstance(row, StepRow):
             self._feed_step(row)
+        elif isinstance(row, LoadRow):
+            self._feed_load(row)
         elif isinstance(row, EngineRequestRow):
             self._feed_request(row)
 
@@ -76,11 +78,14 @@ class MetricFold:
             self._histograms["inter_token_latency_seconds"].observe(gap_s)
         self._last_emitted_ns[row.request_id] = row.emitted_ns
 
-    def _feed_step(self, row: StepRow) -> None:
+    def _feed_load(self, row: StepRow | LoadRow) -> None:
         self._gauges["num_requests_running"].set(row.num_running)
         self._gauges["num_requests_waiting"].set(row.num_waiting)
         used_fraction = row.num_used_blocks / row.num_blocks if row.num_blocks else 0.0
         self._gauges["kv_cache_usage_perc"].set(used_fraction)
+
+    def _feed_step(self, row: StepRow) -> None:
+        self._feed_load(row)
         self._counters["engine_steps"].inc()
         self._counters["num_preemptions"].inc(row.num_preemptions)
         self._counters["prefix_cache_queries"].inc(row.num_prefix_queried_tokens)

@@ -70,7 +70,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRow(Row, frozen=True, kw_only=True, tag="step"):
-    """One engine step; `num_waiting`, `num_running` and the block counts are after scheduling."""
+    """One engine step; `num_running`, `num_waiting` and the blocks are as the step left them."""
 
     step_index: int
     started_ns: int
@@ -87,6 +87,15 @@ class StepRow(Row, frozen=True, kw_only=True, tag="step"):
     num_blocks: int
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+
+
+class LoadRow(Row, frozen=True, kw_only=True, tag="load"):
+    """What the engine holds, written when that changes outside a step: a request was aborted."""
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
 
 
 class TokenRow(Row, frozen=True, kw_only=True, tag="token"):

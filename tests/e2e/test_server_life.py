@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import sys
@@ -70,6 +71,26 @@ def test_a_client_that_leaves_while_decoding_frees_its_blocks(tmp_path: Path, st
     row = log_of(tmp_path)["gone"]
     assert row.finish_reason == "abort"
     assert 0 < len(row.token_ids) < LONG
+
+
+def gauges(server: ServerUnderTest) -> list[float]:
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    text = server.request("GET", "/metrics", None)[2].decode()
+    return [float(re.findall(rf"^firstdiff_{name}{{.*}} (.*)$", text, re.MULTILINE)[0]) for name in names]
+
+
+def test_metrics_of_an_idle_server_say_so(tmp_path: Path) -> None:
+    """After answers and after clients that left, with no step in between that could say it."""
+    script = Script(spell("word "), step_s=0.005)
+    with scripted_server(script, log_dir=tmp_path, max_num_seqs=2) as server:
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=3)
+        wait_until(lambda: gauges(server) == [0, 0, 0])
+        connections = [open_request(server, f"gone-{index}", stream=True) for index in range(5)]
+        wait_until(lambda: num_used_blocks(script) > 0 and gauges(server)[:2] == [2, 3])
+        for connection in connections:
+            leave(connection)
+        wait_until(lambda: server.running.dispatcher.num_in_flight == 0)
+        wait_until(lambda: gauges(server) == [0, 0, 0])
 
 
 def test_clients_that_reset_their_connections_leave_no_error_in_the_log(

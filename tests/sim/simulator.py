@@ -20,6 +20,7 @@ from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import (
     EngineRequestRow,
     FinishReason,
+    LoadRow,
     Row,
     Sampling,
     StepRow,
@@ -183,8 +184,10 @@ class Simulation:
         )
         assert self.engine.abort(client.request.request_id, reason=reason)
         assert not self.engine.abort(client.request.request_id)
-        (row,) = self.rows
+        row, load = self.rows
         assert isinstance(row, EngineRequestRow)
+        assert isinstance(load, LoadRow)
+        self.check_load(load)
         self.rows.clear()
         self.end(row)
         self.counts["aborts"] += 1
@@ -205,14 +208,21 @@ class Simulation:
             self.take_step(rows)
         self.check_accounts()
 
+    def check_load(self, row: StepRow | LoadRow) -> None:
+        """What the row says is held is what is held now, so that an idle engine has said 0."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert (row.num_running, row.num_waiting) == (len(running), len(waiting))
+        assert row.num_used_blocks == self.scheduler.pool.num_used_blocks <= row.num_blocks
+        assert row.num_blocks == self.swarm.num_blocks
+
     def take_step(self, rows: list[Row]) -> None:
         batch, step = self.runner.last_batch, rows[-1]
         assert batch is not None
         assert isinstance(step, StepRow)
         assert step.step_index == batch.step_index
-        assert step.batch_size == len(batch.items) == step.num_running
+        assert step.batch_size == len(batch.items)
+        self.check_load(step)
         assert step.started_ns < step.ended_ns <= self.clock.now_ns()
-        assert step.num_used_blocks <= step.num_blocks == self.swarm.num_blocks
         self.counts["preemptions"] += step.num_preemptions
         self.counts["queried tokens"] += step.num_prefix_queried_tokens
         self.counts["hit tokens"] += step.num_prefix_hit_tokens

@@ -21,7 +21,7 @@ from firstdiff.engine.messages import (
 )
 from firstdiff.engine.sequence import SampledToken, ScheduledBatch
 from firstdiff.tracing.clock import VirtualClock
-from firstdiff.tracing.records import EngineRequestRow, Identity, Sampling, StepRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, Identity, LoadRow, Sampling, StepRow, TokenRow
 
 IDENTITY = Identity(
     model="m", engine="e", engine_version="0", instance_id="i", weights_sha256="", config_sha256="",
@@ -78,7 +78,7 @@ def run(channel: ScriptedChannel, *, orphan_after: int = 10_000, broken: bool = 
 
 
 def rows_of(channel: ScriptedChannel) -> list[list[str]]:
-    names = {TokenRow: "token", EngineRequestRow: "end", StepRow: "step"}
+    names = {TokenRow: "token", EngineRequestRow: "end", StepRow: "step", LoadRow: "load"}
     return [[names[type(row)] for row in m.rows] for m in channel.sent if isinstance(m, StepOutput)]
 
 
@@ -109,7 +109,7 @@ def test_an_abort_sends_the_end_without_waiting_for_a_step() -> None:
         add("a", max_tokens=9), None, Abort("a", "stop"), Abort("a", "stop"), None, None
     )
     run(channel)
-    assert rows_of(channel) == [["token", "step"], ["end"]]
+    assert rows_of(channel) == [["token", "step"], ["end", "load"]]
     (end,) = [
         row
         for m in channel.sent
@@ -123,7 +123,7 @@ def test_an_abort_sends_the_end_without_waiting_for_a_step() -> None:
 def test_a_shutdown_ends_every_request_with_a_row() -> None:
     channel = ScriptedChannel(add("a", max_tokens=9), add("b", max_tokens=9), None)
     assert run(channel) == 0
-    assert rows_of(channel)[-1] == ["end", "end"]
+    assert rows_of(channel)[-1] == ["end", "load", "end", "load"]
 
 
 def test_an_orphan_stops_by_itself() -> None:

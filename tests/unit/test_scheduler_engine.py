@@ -10,7 +10,7 @@ from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine, QueueFullError, Runner
 from firstdiff.engine.sequence import SampledToken, ScheduledBatch
 from firstdiff.tracing.clock import VirtualClock
-from firstdiff.tracing.records import EngineRequestRow, Row, Sampling, StepRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, LoadRow, Row, Sampling, StepRow, TokenRow
 
 
 class CountingRunner:
@@ -112,7 +112,7 @@ def test_rows_of_a_request_from_its_first_step_to_its_end() -> None:
     assert stamps == (100, 100, 1100, 2100)
     assert (end.finish_reason, end.error, end.num_output_tokens) == ("length", None, 2)
     assert isinstance(step, StepRow)
-    assert (step.num_running, step.num_decode_tokens) == (1, 1)
+    assert (step.num_running, step.num_decode_tokens, step.num_used_blocks) == (0, 1, 0)
     assert not bench.engine.has_work
 
 
@@ -134,8 +134,9 @@ def test_an_abort_ends_a_request_with_its_row(reason) -> None:
     bench.engine.step()
     bench.take()
     assert bench.engine.abort("a", reason=reason)
-    (end,) = bench.take()
+    end, load = bench.take()
     assert isinstance(end, EngineRequestRow)
+    assert load == LoadRow(num_running=0, num_waiting=0, num_used_blocks=0, num_blocks=32)
     assert (end.finish_reason, end.num_output_tokens, end.finished_ns) == (reason, 1, 1100)
     assert not bench.engine.abort("a")
     assert not bench.engine.has_work
@@ -146,8 +147,9 @@ def test_an_abort_in_the_queue_has_no_later_stamps() -> None:
     bench = Bench()
     bench.add("a")
     bench.engine.abort("a")
-    (end,) = bench.take()
+    end, load = bench.take()
     assert isinstance(end, EngineRequestRow)
+    assert load == LoadRow(num_running=0, num_waiting=0, num_used_blocks=0, num_blocks=32)
     assert (end.first_scheduled_ns, end.first_token_ns, end.num_output_tokens) == (None, None, 0)
 
 
