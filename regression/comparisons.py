@@ -46,6 +46,39 @@ def check_comparable(base: RunView, candidate: RunView) -> list[Finding]:
     ]
 
 
+def check_distinct(base: RunView, candidate: RunView) -> list[Finding]:
+    """Unknown when both are one Run: that it equals itself says nothing about a server."""
+    if base.manifest.run_id != candidate.manifest.run_id:
+        return []
+    title = f"the Runs cannot be compared: they are one Run, {quoted(base.manifest.run_id)}, given twice"
+    return [Finding(status="unknown", part="comparability", title=title)]
+
+
+def load_difference(base: RunView, candidate: RunView) -> str | None:
+    """In which loads the sides were asked, as their manifests say, in words; None when in the same.
+
+    Under different loads equal servers answer differently fast, so nothing can be said about latency. In an
+    open loop the rate is the load, in a closed one the number of requests in flight.
+    """
+    one, other = base.manifest.workload, candidate.manifest.workload
+    names = ["rate_per_s"]
+    if one.get("rate_per_s") is None or other.get("rate_per_s") is None:
+        names.append("concurrency")
+    found = []
+    for name in names:
+        mine, theirs = one.get(name), other.get(name)
+        if mine != theirs:
+            words = [
+                str(value) if isinstance(value, int | float) else quoted(str(value))
+                for value in (mine, theirs)
+            ]
+            words = [
+                "none" if value is None else text for value, text in zip((mine, theirs), words, strict=True)
+            ]
+            found.append(f"{name} {words[0]} and {words[1]}")
+    return f"they were asked at different loads: {', '.join(found)}" if found else None
+
+
 def _different_sampling(base: RunView, candidate: RunView) -> list[str]:
     """Sampling as the servers resolved it, where both logged it."""
     for key, one, other in both_ok(base, candidate):
@@ -121,7 +154,14 @@ def outcomes_p(base: RunView, candidate: RunView) -> float | None:
 def judge_outcomes(
     base: RunView, candidate: RunView, p_value: float | None, config: CompareConfig
 ) -> list[Finding]:
-    """Fail when only the candidate's requests go wrong, invalid when an endpoint cannot be judged."""
+    """Fail when the candidate fails more cases than base, invalid when an endpoint cannot be judged.
+
+    fail: the candidate alone failed significantly more cases than base alone did; `p_value`, adjusted, is
+    below alpha: with the defaults 8 cases, when base alone failed none.
+    invalid: otherwise, when either side failed more than `max_failed_fraction` of its requests: too many to
+    judge the rest, too few or too evenly spread to blame the candidate.
+    pass: fewer failures than that. What the other parts find may still fail (verdict.status_of).
+    """
     findings = []
     for side, view in (("base", base), ("candidate", candidate)):
         bad = [row for row in view.rows.values() if row.outcome != "ok"]

@@ -1,9 +1,12 @@
 """Is the candidate slower? Paired log-ratios of TTFT, TPOT and E2E, judged against a margin.
 
 Owns: pairing in time (blocks), the estimate, its p-value, what pass, fail and unknown mean for a metric,
-and the phase to blame. Refuses to know: tokens. Invariants: ratios are candidate over base of one case and
-repeat; E2E is compared at base's answer length; a metric passes only when a slow-down by its margin is ruled
-out, and fails only when more than half the margin is certain and the estimate is beyond all of it.
+and the phase to blame. Refuses to know: whether tokens pass. Invariants: ratios are candidate over base of
+one case and repeat; E2E is compared as it is where the answers are equal, else at base's answer length; a
+metric passes only when a slow-down by its margin is ruled out, and fails only when more than half the margin
+is certain and the estimate is beyond all of it; a metric that one side gives and that is not judged is
+unknown, never left out; where the sides did not take turns the machine may have changed between them, so
+only a slow-down certainly beyond `session_factor` fails, and the interval allows for `session_sd`.
 
 Usage: `metrics = compare_latency(base, candidate, floor, config)`.
 """
@@ -11,6 +14,7 @@ Usage: `metrics = compare_latency(base, candidate, floor, config)`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +26,8 @@ from firstdiff.regression.summary import (
     Key,
     RunView,
     e2e_at_ns,
+    e2e_ns,
+    lack_of,
     metric_ns,
     num_output_tokens,
 )
@@ -51,12 +57,26 @@ class MetricComparison:
 
 
 def ratio_of(one: RequestRow, other: RequestRow, metric: str) -> float | None:
-    """The log-ratio of one metric, other over one; None where a side cannot give it."""
+    """The log-ratio of one metric, other over one; None where a side cannot give it.
+
+    Equal answers take equal work whatever the sides count, so their E2E needs no counts.
+    """
     mine = metric_ns(one, metric)
-    theirs = e2e_at_ns(other, num_output_tokens(one)) if metric == "e2e" else metric_ns(other, metric)
+    if metric != "e2e":
+        theirs = metric_ns(other, metric)
+    elif _is_same_answer(one, other):
+        theirs = e2e_ns(other)
+    else:
+        theirs = e2e_at_ns(other, num_output_tokens(one))
     if mine is None or theirs is None or mine <= 0 or theirs <= 0:
         return None
     return math.log(theirs / mine)
+
+
+def _is_same_answer(one: RequestRow, other: RequestRow) -> bool:
+    if one.token_ids is not None and other.token_ids is not None:
+        return one.token_ids == other.token_ids
+    return one.text == other.text
 
 
 def margin_of(metric: str, config: CompareConfig) -> float:
@@ -106,7 +126,8 @@ def compare_latency(
         estimate = pairs.estimate(config)
         twin = None
         margin = math.log1p(margin_of(metric, config))
-        is_slower = estimate is not None and estimate.value > margin
+        threshold = _threshold(metric, config, by_turns=pairs.by_turns)
+        is_slower = estimate is not None and estimate.value > max(margin, threshold)
         if floor is not None:
             twin = _pairs_of(base, floor, metric, config).estimate(config)
             if estimate is not None and twin is not None:
@@ -114,16 +135,57 @@ def compare_latency(
                 is_slower = is_slower and estimate.value - twin.value > margin / 2
         p_value = None
         if estimate is not None:
-            p_value = estimate.p_above(margin / 2) if is_slower else 1.0
+            p_value = estimate.p_above(threshold) if is_slower else 1.0
         comparisons.append(
             MetricComparison(
-                evidence=_evidence(metric, rows, list(pairs.ratios.values()), estimate, twin, config),
+                evidence=_evidence(
+                    metric, rows, list(pairs.ratios.values()), estimate, twin, config, threshold=threshold
+                ),
                 estimate=estimate,
                 p_value=p_value,
                 took_turns=pairs.by_turns,
             )
         )
     return comparisons
+
+
+def _threshold(metric: str, config: CompareConfig, *, by_turns: bool) -> float:
+    """The log-ratio that has to be certain for a metric to fail."""
+    half = math.log1p(margin_of(metric, config)) / 2
+    return half if by_turns else max(half, math.log(config.session_factor))
+
+
+def explain_unjudged(base: RunView, candidate: RunView, judged: Sequence[str]) -> list[Finding]:
+    """Why each other metric is not judged: unknown when a side gives it, a note when neither does.
+
+    E2E is always given, only not comparable, so it is never a note; nor does TPOT alone make a pass.
+    """
+    pairs = both_ok(base, candidate)
+    findings = []
+    for metric in METRICS:
+        if metric in judged:
+            continue
+        reasons = []
+        for side, rows in (("base", [one for _, one, _ in pairs]), ("candidate", [row for *_, row in pairs])):
+            lacks = Counter(lack for row in rows if (lack := lack_of(row, metric)) is not None)
+            if 2 * lacks.total() > len(rows):
+                lack = max(lacks, key=lambda words: (lacks[words], words))
+                reasons.append(f"{side} {lack} in {lacks[lack]} of {len(rows)} requests")
+        is_note = len(reasons) == 2 and metric != "e2e"
+        why = "; ".join(reasons) or "fewer than half of the requests give it on both sides"
+        if metric == "e2e":
+            why = f"the answers differ, and {why}"
+        findings.append(
+            Finding(
+                status="pass" if is_note else "unknown",
+                part="latency",
+                title=f"{metric} {'is given by neither side' if is_note else 'cannot be judged'}: {why}",
+                detail="" if is_note else "Let both sides stream and report usage or token ids.",
+                gates=not is_note,
+                n=len(pairs),
+            )
+        )
+    return findings
 
 
 def _evidence(
@@ -133,6 +195,8 @@ def _evidence(
     estimate: Estimate | None,
     twin: Estimate | None,
     config: CompareConfig,
+    *,
+    threshold: float,
 ) -> MetricEvidence:
     sides = ([one for _, one, _ in pairs], [other for _, _, other in pairs])
     medians = [
@@ -144,7 +208,7 @@ def _evidence(
     detectable = None
     if estimate is not None:
         # Holm's strictest step, which the only test that finds something has to clear.
-        detectable = _change(estimate.detectable(math.log1p(margin) / 2, config.alpha / MAX_TESTS))
+        detectable = _change(estimate.detectable(threshold, config.alpha / MAX_TESTS))
     return MetricEvidence(
         name=metric,
         base_p50=medians[0],
@@ -176,7 +240,7 @@ def _change(log_ratio: float) -> float:
 def judge_metric(
     comparison: MetricComparison, adjusted: Mapping[str, float], config: CompareConfig
 ) -> Finding:
-    """Pass, fail or unknown for one metric, as the module says."""
+    """Pass, fail or unknown for one metric, as the module says; without a p-value it cannot fail."""
     evidence, estimate = comparison.evidence, comparison.estimate
     p_value = adjusted.get(evidence.name)
     margin = margin_of(evidence.name, config)
@@ -194,17 +258,24 @@ def judge_metric(
         if p_value is not None and p_value < config.alpha:
             status = "fail"
             title += f", beyond the margin of {margin:.0%}"
+            if not comparison.took_turns:
+                title += f" and what sessions may differ by, {config.session_factor:g} times"
         elif upper < math.log1p(margin):
             status = "pass"
             title += f", within the margin of {margin:.0%}"
+        elif not comparison.took_turns:
+            title += f" against a margin of {margin:.0%}: the server or the session, nobody can tell"
         else:
             title += f" against a margin of {margin:.0%}: too noisy to settle"
             detail = "More cases, or less else on the machine, would settle it."
     if estimate is not None and not comparison.took_turns:
         detail = (
             "The sides did not take turns, so the interval allows for a drift between sessions of "
-            f"{config.session_sd:.0%} (sd). {detail}"
-        ).strip()
+            f"{config.session_sd:.0%} (sd), and only a slow-down certainly beyond {config.session_factor:g} "
+            "times fails."
+        )
+        if status == "unknown":
+            detail += " Compare the URLs in turns: firstdiff compare URL URL."
     return Finding(
         status=status,
         part="latency",

@@ -221,6 +221,14 @@ def _about(verdict: Verdict) -> Iterator[str]:
         f"the margin passes with chance {verdict.config.miss_rate:g} a metric; column detects: what would "
         "have failed nine times in ten"
     )
+    if verdict.took_turns is False:
+        factor = verdict.config.session_factor
+        yield (
+            "the sides did not take turns: for latencies that chance holds as long as the machine is not "
+            f"more than {factor:g} times slower in one session than in another, for passing as long as its "
+            f"speed varies by {verdict.config.session_sd:.0%} (sd); only a slow-down certainly beyond "
+            f"{factor:g} times fails, a smaller one is unknown: compare the URLs in turns"
+        )
     yield (
         "ranges cover what changes from block to block, not from server start to server start: to cover that "
         "too, repeat with new processes"

@@ -151,13 +151,18 @@ def _quantiles(side: Sequence[tuple[int, float]], counts: np.ndarray, fraction: 
     return np.concatenate(found)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Each p-value adjusted (Holm 1979), so that all together keep the false-alarm rate of one."""
+def holm(p_values: Mapping[str, float], weights: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Each p-value adjusted (Holm 1979), so that all together keep the false-alarm rate of one.
+
+    `weights` (1 where not given) fixes beforehand how much of that rate a test gets of what is left.
+    """
+    weights = {name: (weights or {}).get(name, 1.0) for name in p_values}
     adjusted: dict[str, float] = {}
-    running = 0.0
-    for rank, (name, p_value) in enumerate(sorted(p_values.items(), key=lambda item: (item[1], item[0]))):
-        running = max(running, min(1.0, p_value * (len(p_values) - rank)))
+    running, left = 0.0, sum(weights.values())
+    for name in sorted(p_values, key=lambda name: (p_values[name] / weights[name], name)):
+        running = max(running, min(1.0, p_values[name] * left / weights[name]))
         adjusted[name] = running
+        left -= weights[name]
     return adjusted
 
 

@@ -130,15 +130,28 @@ def gaps_ns(row: RequestRow) -> list[int]:
 def e2e_at_ns(row: RequestRow, num_tokens: int | None) -> float | None:
     """E2E as it would be for an answer of `num_tokens` tokens, at the pace of this one.
 
-    Answers that differ take differently long; only the pace can be compared.
+    Answers that differ take differently long; only the pace can be compared. None without both counts.
     """
     own = num_output_tokens(row)
-    if own == num_tokens or own is None or num_tokens is None:
-        return float(e2e_ns(row)) if own == num_tokens else None
+    if own is None or num_tokens is None:
+        return None
+    if own == num_tokens:
+        return float(e2e_ns(row))
     pace = tpot_ns(row)
     if pace is not None:
         return e2e_ns(row) + pace * (num_tokens - own)
     return e2e_ns(row) * num_tokens / own if own and num_tokens else None
+
+
+def lack_of(row: RequestRow, metric: str) -> str | None:
+    """What a row lacks for one of METRICS, as the end of a sentence; None when it lacks nothing."""
+    if metric != "e2e" and len(row.chunk_received_ns) < 2:
+        return "sends its answers in one piece"
+    if metric != "ttft" and num_output_tokens(row) is None:
+        return "gives no token counts (no usage, no token ids)"
+    if metric == "tpot" and tpot_ns(row) is None:
+        return "counts no tokens after the first chunk"
+    return None
 
 
 def metric_ns(row: RequestRow, metric: str) -> float | None:

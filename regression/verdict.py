@@ -1,7 +1,8 @@
 """What a comparison is asked and what it answers: settings, evidence, Findings, the Verdict.
 
 Owns: the shapes that verdict.json is made of, the order of statuses, the exit codes. Refuses to know: how
-a Finding is reached, how it is printed. Invariants: frozen; statuses merge pass < unknown < fail < invalid;
+a Finding is reached, how it is printed. Invariants: frozen; statuses merge pass < unknown < fail < invalid,
+but what makes only times worthless hides no failure of anything else (`status_of`);
 a Finding that does not gate never moves the Verdict; text from outside stands between « and » (quoting.py).
 
 Usage: `verdict.status`, `EXIT_CODES[verdict.status]`, `msgspec.json.decode(data, type=Verdict)`.
@@ -34,7 +35,9 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     (fraction) is for tpot and e2e, `ttft_margin` for ttft, which is noisier: a metric fails when the
     estimate is beyond its margin and more than half the margin is certain; a slow-down of exactly the
     margin passes with chance `miss_rate`. `session_sd`: spread, as a fraction, of speed from session to
-    session; enters where the sides did not take turns. `logprob_tolerance`: nats that never matter.
+    session, and `session_factor` the slow-down that only a defect can cause from session to session: both
+    enter where the sides did not take turns, where a smaller one is at most unknown. `logprob_tolerance`:
+    nats that never matter.
     `max_failed_fraction`: failed requests that an endpoint may have. One in a hundred of the client's
     wake-ups may be late by `max_client_lag_fraction` of the median TTFT, or `min_client_lag_ns` if that is
     more; half of them by a tenth of it.
@@ -48,6 +51,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_pairs: int = 16
     min_blocks: int = 4
     session_sd: float = 0.03
+    session_factor: float = 2.0
     max_failed_fraction: float = 0.02
     max_client_lag_fraction: float = 0.5
     min_client_lag_ns: int = 50_000_000
@@ -65,6 +69,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
             "min_pairs": (self.min_pairs, 2, 1_000_000),
             "min_blocks": (self.min_blocks, 2, 1_000_000),
             "session_sd": (self.session_sd, 0.0, 1.0),
+            "session_factor": (self.session_factor, 1.0, 1000.0),
             "max_failed_fraction": (self.max_failed_fraction, 0.0, 1.0),
             "max_client_lag_fraction": (self.max_client_lag_fraction, 0.0, 1000.0),
             "min_client_lag_ns": (self.min_client_lag_ns, 0, 1 << 60),
@@ -250,7 +255,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: a status, the sentence that gives the reason, and every Finding behind it.
 
     `false_alarm_rate` is the stated chance of "fail" when candidate and base are equal. `differences`
-    are settings in which the two servers differ by their own account.
+    are settings in which the two servers differ by their own account. `took_turns`: whether the sides ran at
+    the same time or by turns; None when they could not be compared.
     """
 
     schema: int = 1
@@ -261,6 +267,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     candidate: SideSummary
     floor: SideSummary | None
     differences: list[str]
+    took_turns: bool | None = None
     false_alarm_rate: float
     config: CompareConfig
 
@@ -271,8 +278,19 @@ def merge(statuses: Iterable[Status]) -> Status:
 
 
 def status_of(findings: Iterable[Finding]) -> Status:
-    """What the findings that gate add up to."""
-    return merge(finding.status for finding in findings if finding.gates)
+    """What the findings that gate add up to.
+
+    The most severe, except that something invalid (a late client, an endpoint that fails) hides neither
+    that something other than a latency fails, nor that the Runs cannot be compared.
+    """
+    gating = [finding for finding in findings if finding.gates]
+    status = merge(finding.status for finding in gating)
+    if status == "invalid":
+        if any(finding.status == "fail" and finding.part != "latency" for finding in gating):
+            return "fail"
+        if any(finding.status == "unknown" and finding.part == "comparability" for finding in gating):
+            return "unknown"
+    return status
 
 
 def noise_of(dtypes: Iterable[str | None], noise: Mapping[str, float] = DTYPE_NOISE) -> float:

@@ -228,8 +228,8 @@ def log_of(row, first_ns, finished_ns):
     )
 
 
-def write_run(path, label, rows, logs=(), workload=None, **changes):
-    """A Run on disk of these rows; `changes` go to its manifest."""
+def write_run(path, label, rows, logs=(), workload=None, load=None, **changes):
+    """A Run on disk of these rows, asked at `load`; `changes` go to its manifest."""
     workload = workload or Workload()
     fields = {
         "run_id": f"{label}-1",
@@ -238,7 +238,7 @@ def write_run(path, label, rows, logs=(), workload=None, **changes):
         "endpoint": "http://127.0.0.1:1",
         "dialect": "firstdiff",
         "model": "m",
-        "workload": {},
+        "workload": load or {},
         "workload_sha256": workload.sha256,
         "identity": identity(dtype=workload.dtype),
         "client": HEALTH,

@@ -216,6 +216,9 @@ def test_answers_in_one_piece_have_only_e2e(tmp_path):
     gating = [one.title for one in verdict.findings if one.part == "latency" and one.gates]
     assert len(gating) == 1
     assert gating[0].startswith("e2e")
+    notes = [one.title for one in verdict.findings if one.part == "latency" and not one.gates]
+    for metric in ("ttft", "tpot"):
+        assert any(note.startswith(f"{metric} is given by neither side: base sends its") for note in notes)
 
 
 def test_settings_out_of_bounds_are_refused(tmp_path):
