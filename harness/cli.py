@@ -12,30 +12,43 @@ Usage: `firstdiff compare http://127.0.0.1:8001 http://127.0.0.1:8002`.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
-from firstdiff.harness.options import ServeOptions, TargetOptions, WorkloadOptions, with_groups
+from firstdiff.harness.options import (
+    DemoOptions,
+    JudgeOptions,
+    RunOptions,
+    ServeOptions,
+    TargetOptions,
+    WorkloadOptions,
+    check_output_file,
+    check_output_folder,
+    names_of,
+    needing,
+    refuse_given,
+    with_groups,
+)
 from firstdiff.harness.parent import end_with_standard_input
-from firstdiff.harness.progress import progress
+from firstdiff.harness.progress import printable, progress
 from firstdiff.harness.replica import ReplicaError
 from firstdiff.harness.runs import new_run_id
 from firstdiff.harness.sending import Sender
 from firstdiff.harness.sessions import fill_run, fill_runs_from_replicas, fill_runs_in_turn
 from firstdiff.harness.wire import EndpointError
-from firstdiff.harness.workload import WorkloadSpec
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.records import RequestRow
 from firstdiff.tracing.store import Run, write_atomically
 
 if TYPE_CHECKING:
-    from firstdiff.regression.verdict import Verdict
+    from firstdiff.regression.verdict import Status, Verdict
 
 EXIT_FAIL, EXIT_USAGE, EXIT_UNKNOWN, EXIT_INVALID = 1, 2, 3, 4
 
@@ -52,17 +65,22 @@ model_app = typer.Typer(help="Fetch and list models.", no_args_is_help=True, ric
 app.add_typer(model_app, name="model")
 
 
-@contextmanager
-def _needing(extra: str) -> Iterator[None]:
-    """Say which extra to install when a library of that extra is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("firstdiff"):
-            raise
-        raise ValueError(
-            f"expected the module {error.name}, which is not installed: pip install 'firstdiff[{extra}]'"
-        ) from error
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"firstdiff {importlib.metadata.version('firstdiff')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+def _warn(sentence: str) -> None:
+    print(f"firstdiff: {printable(sentence)}", file=sys.stderr)
 
 
 @app.command()
@@ -78,28 +96,14 @@ def serve(
     stop_on_stdin_end: Annotated[bool, typer.Option("--stop-on-stdin-end", hidden=True)] = False,
 ) -> None:
     """Serve a model over the OpenAI HTTP API."""
-    with _needing("engine"):
+    with needing("engine"):
         from firstdiff.engine.config import EngineConfig
         from firstdiff.engine.server import ServeSettings, serve_main
 
         if stop_on_stdin_end:
             end_with_standard_input()
-        config = EngineConfig(
-            model=options.model,
-            dtype=options.dtype,
-            threads=options.threads,
-            block_size=options.block_size,
-            num_blocks=options.num_blocks,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=options.max_model_len,
-            max_num_waiting=options.max_num_waiting,
-            enable_prefix_caching=options.enable_prefix_caching,
-            seed=options.seed,
-            faults=tuple(options.fault or ()),
-        )
         settings = ServeSettings(
-            engine=config,
+            engine=EngineConfig(**options.engine_fields()),
             host=host,
             port=port,
             log_dir=log_dir,
@@ -113,7 +117,7 @@ def serve(
 @model_app.command("pull")
 def model_pull(name: str) -> None:
     """Fetch a model once into the user's cache and print its folder."""
-    with _needing("engine"):
+    with needing("engine"):
         from firstdiff.engine.model_store import pull
 
         folder = pull(name, report=lambda line: print(line, file=sys.stderr, flush=True))
@@ -123,7 +127,7 @@ def model_pull(name: str) -> None:
 @model_app.command("list")
 def model_list() -> None:
     """Name the models that `pull` knows."""
-    with _needing("engine"):
+    with needing("engine"):
         from firstdiff.engine.model_store import KNOWN_MODELS
 
         print("\n".join(sorted(KNOWN_MODELS)))
@@ -132,33 +136,30 @@ def model_list() -> None:
 @app.command()
 @with_groups
 def run(
+    context: typer.Context,
     url: str,
     workload: WorkloadOptions,
     target: TargetOptions,
-    out: Annotated[Path | None, typer.Option(help="The Run's directory; default runs/<run id>.")] = None,
-    label: Annotated[str, typer.Option(help="What to call this side.")] = "run",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the Run in --out.")] = False,
-    repeats: Annotated[int, typer.Option(help="Ask each case this often.")] = 1,
-    rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second, open loop.")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before, in a file of their own.")] = 1,
-    log_dir: Annotated[Path | None, typer.Option(help="The server's --log-dir, for its rows.")] = None,
+    options: RunOptions,
 ) -> None:
     """Run a workload against URL and keep what comes back as a Run."""
     clock = SystemClock()
-    if resume and out is None:
-        raise ValueError("expected --out with --resume, got none: name the Run to go on with")
-    path = out or Path("runs") / new_run_id(label, unix_ns=clock.now_unix_ns())
-    spec = workload.spec(repeats=repeats, rate_per_s=rate)
-    with progress(f"running {label}", stream=sys.stderr) as report:
+    spec = workload.spec(repeats=options.repeats, rate_per_s=options.rate)
+    refuse_given(context, workload.idle(rate_per_s=options.rate))
+    options.check()
+    path = options.out or Path("runs") / new_run_id(options.label, unix_ns=clock.now_unix_ns())
+    check_output_folder(path, "--out")
+    with progress(f"running {options.label}", stream=sys.stderr) as report:
         filled = asyncio.run(
             fill_run(
-                target.target(url, label, log_dir=log_dir),
+                target.target(url, options.label, log_dir=options.log_dir),
                 path,
                 spec=spec,
                 clock=clock,
                 report=report,
-                num_warmup=warmup,
-                resume=resume,
+                num_warmup=options.warmup,
+                resume=options.resume,
+                warn=_warn,
             )
         )
     _print_outcomes(filled)
@@ -167,29 +168,36 @@ def run(
 @app.command()
 @with_groups
 def compare(
+    context: typer.Context,
     base: Annotated[str, typer.Argument(help="A Run directory or a URL.")],
     candidate: Annotated[str, typer.Argument(help="The same kind as BASE.")],
     workload: WorkloadOptions,
     target: TargetOptions,
+    judging: JudgeOptions,
     repeats: Annotated[int, typer.Option(help="URLs: ask each case this often; 2 gives a floor.")] = 2,
     out: Annotated[Path | None, typer.Option(help="URLs: where the two Runs go.")] = None,
-    floor: Annotated[Path | None, typer.Option(help="A Run of a twin of BASE: the noise floor.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="False alarms allowed.")] = None,
-    latency_margin: Annotated[float | None, typer.Option(help="Slower by this share is fine.")] = None,
     format_: Annotated[Literal["text", "markdown", "json"], typer.Option("--format")] = "text",
     report: Annotated[Path | None, typer.Option(help="Write the verdict to this file too.")] = None,
 ) -> None:
-    """Compare two Runs, or two endpoints by running one workload on both in turns."""
+    """Compare two Runs, or two endpoints by running one workload on both in turns.
+
+    The options of the workload, of the endpoints and --out are for URLs.
+    """
     are_urls = [side.startswith(("http://", "https://")) for side in (base, candidate)]
     if are_urls[0] != are_urls[1]:
         raise ValueError(f"expected two Run directories or two URLs, got one of each: {base} {candidate}")
+    check_output_file(report, "--report")
+    floor = Run.open(judging.floor) if judging.floor else None
     if are_urls[0]:
         clock = SystemClock()
+        refuse_given(context, workload.idle())
+        path = out or Path("runs") / new_run_id("compare", unix_ns=clock.now_unix_ns())
+        check_output_folder(path, "--out")
         with progress("running base and candidate", stream=sys.stderr) as on_progress:
             runs = asyncio.run(
                 fill_runs_in_turn(
                     [target.target(base, "base"), target.target(candidate, "candidate")],
-                    out or Path("runs") / new_run_id("compare", unix_ns=clock.now_unix_ns()),
+                    path,
                     spec=workload.spec(repeats=repeats),
                     order="abba",
                     block_size=workload.concurrency,
@@ -197,10 +205,12 @@ def compare(
                     report=on_progress,
                 )
             )
-        print(f"Runs: {runs[0].path} {runs[1].path}", file=sys.stderr)
+        print(printable(f"Runs: {runs[0].path} {runs[1].path}"), file=sys.stderr)
     else:
+        asking = [*names_of(WorkloadOptions, TargetOptions), "repeats", "out"]
+        refuse_given(context, dict.fromkeys(asking, "it is for URLs, and Runs are judged as they stand"))
         runs = [Run.open(Path(base)), Run.open(Path(candidate))]
-    verdict = _judge(runs, Run.open(floor) if floor else None, alpha=alpha, latency_margin=latency_margin)
+    verdict = _judge(runs, floor, judging.changes())
     if are_urls[0]:
         _save(verdict, runs[1])
     text = _rendered(verdict, format_)
@@ -223,11 +233,12 @@ def eval_(
     """Run evaluation tasks against URL, each request a row of a Run."""
     clock = SystemClock()
     names = [name for name in tasks.split(",") if name]
-    with _needing("evals"):
+    with needing("evals"):
         from firstdiff.evals.suite import check_tasks, run_tasks
 
         check_tasks(names)
     path = out or Path("runs") / new_run_id("eval", unix_ns=clock.now_unix_ns())
+    check_output_folder(path, "--out")
     with (
         progress("asking", stream=sys.stderr) as report,
         Sender(
@@ -238,49 +249,55 @@ def eval_(
             clock=clock,
             report=report,
         ) as sender,
-        _needing("evals"),
+        needing("evals"),
     ):
         result = run_tasks(names, send=sender.send, limit=limit)
         for item in result.items:
             sender.run.append("eval_items", item)
-    print(result.to_text())
+    # Errors first, whole: a line break in one of them is no line of ours.
+    items = [
+        msgspec.structs.replace(item, error=item.error and printable(item.error)) for item in result.items
+    ]
+    text = msgspec.structs.replace(result, items=items).to_text()
+    print("\n".join(map(printable, text.split("\n"))))
+    if not any(row.outcome == "ok" for row in Run.open(path).rows("requests", RequestRow)):
+        raise typer.Exit(EXIT_INVALID)
     if result.outcome != "ok":
         raise typer.Exit(EXIT_UNKNOWN)
 
 
 @app.command()
+@with_groups
 def demo(
+    options: DemoOptions,
     out: Annotated[Path, typer.Option(help="Where Runs and report go.")] = Path("demo-runs"),
-    model: Annotated[str, typer.Option(help="The model to serve three times.")] = "smollm2-135m",
-    cases: Annotated[int, typer.Option(help="How many different requests.")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens a request, at most.")] = 20,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(help="The candidate's defects; default decode-position-plus-one and slow-decode."),
-    ] = None,
 ) -> None:
-    """Serve a model, a twin and a defective candidate, and show that the twin passes and the other fails."""
-    faults = ["decode-position-plus-one", "slow-decode"] if fault is None else fault
-    healthy = ["--model", model]
-    planted = [part for name in faults for part in ("--fault", name)]
+    """Serve a model, a twin and a defective candidate, and show that the twin passes and the other fails.
+
+    The last line begins "demo: as expected" or says what was not. Exit codes: 0 as expected; 1 the twin
+    failed or the candidate passed; 2 a mistake in the options, before anything is started; 3 a verdict is
+    unknown; 4 one is invalid (this machine was too busy to measure), or a replica did not start.
+    """
+    spec = options.spec()
+    check_output_folder(out, "--out")
+    _check_servable(options.model, options.faults)
     clock = SystemClock()
     started = new_run_id("demo", unix_ns=clock.now_unix_ns())
-    print(f"starting three replicas of {model}: base, twin, candidate ({', '.join(faults)})", file=sys.stderr)
+    title = f"{options.model}: base, twin, candidate ({', '.join(options.faults)})"
+    print(printable(f"starting three replicas of {title}"), file=sys.stderr)
     with progress("running base, twin and candidate in turns", stream=sys.stderr) as report:
         base, twin, candidate = asyncio.run(
             fill_runs_from_replicas(
-                {"base": healthy, "twin": healthy, "candidate": [*healthy, *planted]},
+                options.serve_args(),
                 out / started,
-                spec=WorkloadSpec(num_cases=cases, max_tokens=max_tokens, concurrency=concurrency, seed=seed),
-                block_size=concurrency,
+                spec=spec,
+                block_size=spec.concurrency,
                 clock=clock,
                 report=report,
             )
         )
-    control = _judge([base, twin], None)
-    verdict = _judge([base, candidate], twin)
+    control = _judge([base, twin], None, {})
+    verdict = _judge([base, candidate], twin, {})
     parts = []
     for title, one, judged in (
         ("Base against its twin: expected to pass", control, twin),
@@ -290,25 +307,42 @@ def demo(
         parts.append(f"# {title}\n\n{_rendered(one, 'markdown')}")
         print(f"== {title}\n{_rendered(one, 'text')}\n")
     write_atomically(out / started / "report.md", "\n\n".join(parts).encode())
-    print(f"report: {out / started / 'report.md'}; Runs: {base.path} {twin.path} {candidate.path}")
-    if (control.status, verdict.status) != ("pass", "fail"):
-        print(f"expected pass and fail, got {control.status} and {verdict.status}", file=sys.stderr)
-        raise typer.Exit(EXIT_FAIL)
+    report_path = out / started / "report.md"
+    print(printable(f"report: {report_path}; Runs: {base.path} {twin.path} {candidate.path}"))
+    code, line = demo_outcome(control.status, verdict.status)
+    print(line)
+    raise typer.Exit(code)
 
 
-def _judge(
-    runs: Sequence[Run],
-    floor: Run | None,
-    *,
-    alpha: float | None = None,
-    latency_margin: float | None = None,
-) -> Verdict:
+def demo_outcome(twin: Status, candidate: Status) -> tuple[int, str]:
+    """Exit code and last line for the verdicts on base against its twin and against the candidate."""
+    if (twin, candidate) == ("pass", "fail"):
+        return 0, "demo: as expected: the twin passes, the candidate fails"
+    found = [f"the twin's verdict is {twin}"] * (twin != "pass")
+    found += [f"the candidate's verdict is {candidate}"] * (candidate != "fail")
+    line = f"demo: not as expected: {', '.join(found)} (expected pass for the twin, fail for the candidate)"
+    if twin == "fail" or candidate == "pass":
+        return EXIT_FAIL, line
+    return EXIT_INVALID if "invalid" in (twin, candidate) else EXIT_UNKNOWN, line
+
+
+def _check_servable(model: str, faults: Sequence[str]) -> None:
+    """ValueError when the bundled engine is not installed, or has no such model or fault."""
+    with needing("engine"):
+        for name in ("torch", "transformers", "tokenizers", "safetensors", "gguf", "zmq"):
+            if importlib.util.find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)
+        from firstdiff.engine.faults import check_faults
+        from firstdiff.engine.model_store import resolve
+
+        check_faults(faults)
+        resolve(model)
+
+
+def _judge(runs: Sequence[Run], floor: Run | None, changes: dict[str, float]) -> Verdict:
     from firstdiff.regression.diff import CompareConfig, compare
 
-    changes = {"alpha": alpha, "latency_margin": latency_margin}
-    config = msgspec.structs.replace(
-        CompareConfig(), **{name: value for name, value in changes.items() if value is not None}
-    )
+    config = msgspec.structs.replace(CompareConfig(), **changes)
     return compare(runs[0], runs[1], floor=floor, config=config)
 
 
@@ -335,10 +369,11 @@ def _exit_code(verdict: Verdict) -> int:
 def _print_outcomes(run: Run) -> None:
     rows = list(run.rows("requests", RequestRow))
     failed = [row for row in rows if row.outcome != "ok"]
-    print(f"{run.path}: {len(rows) - len(failed)} of {len(rows)} requests ok")
+    print(printable(f"{run.path}: {len(rows) - len(failed)} of {len(rows)} requests ok"))
     if failed:
         row = failed[0]
-        print(f"first failure: case {row.case_id}, {row.outcome}: {row.error}", file=sys.stderr)
+        first = f"first failure: case {row.case_id}, {row.outcome}: {row.error}"
+        print(printable(first), file=sys.stderr)
         raise typer.Exit(EXIT_INVALID)
 
 
@@ -347,9 +382,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="firstdiff")
     except (ValueError, OSError) as error:
-        print(f"firstdiff: {error}", file=sys.stderr)
+        _warn(str(error))
         raise SystemExit(EXIT_USAGE) from None
-    except (EndpointError, ReplicaError) as error:
+    except EndpointError as error:
+        _warn(str(error))
+        raise SystemExit(EXIT_INVALID) from None
+    except ReplicaError as error:
+        # A server's last words are lines, each made printable where they are read.
         print(f"firstdiff: {error}", file=sys.stderr)
         raise SystemExit(EXIT_INVALID) from None
 

@@ -60,18 +60,18 @@ class HttpEndpoint:
         clock: Clock | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        if not (timeout_s > 0):
+            raise ValueError(f"expected a timeout above 0 s, got {timeout_s}")
+        self._wire = Wire(
+            self.url, clock=clock or SystemClock(), limits=limits or WireLimits(timeout_s=timeout_s)
+        )
         self.model = model
         self.dialect = dialect
         self.identity = identity
         self._prefix = urlsplit(self.url).path
         self._headers = _auth_headers(api_key)
-        if not (timeout_s > 0):
-            raise ValueError(f"expected a timeout above 0 s, got {timeout_s}")
         if not self._prefix.isascii() or any(char <= " " for char in self._prefix):
             raise ValueError(f"expected a path of printable ASCII in the URL, got {url!r}: percent-encode it")
-        self._wire = Wire(
-            self.url, clock=clock or SystemClock(), limits=limits or WireLimits(timeout_s=timeout_s)
-        )
 
     @classmethod
     async def connect(

@@ -1,7 +1,8 @@
-"""Groups of command-line options that several commands share.
+"""Groups of command-line options that several commands share, and what makes an option a mistake.
 
-Owns: the flags' names, defaults and help, and how a group becomes single flags. Refuses to know: commands.
-Invariants: a flag means the same in every command that has it.
+Owns: the flags' names, defaults and help, how a group becomes single flags, refusing a flag that would do
+nothing or a path that cannot be written. Refuses to know: commands.
+Invariants: a flag means the same in every command that has it; checks of paths create nothing.
 
 Usage: `@app.command() @with_groups def run(url: str, workload: WorkloadOptions) -> None: ...`.
 """
@@ -9,7 +10,9 @@ Usage: `@app.command() @with_groups def run(url: str, workload: WorkloadOptions)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from firstdiff.harness.sessions import Target
-from firstdiff.harness.workload import WorkloadSpec
+from firstdiff.harness.workload import MAX_CASES, WorkloadSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +44,11 @@ class WorkloadOptions:
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 4
 
     def spec(self, *, repeats: int, rate_per_s: float | None = None) -> WorkloadSpec:
-        """The workload; ValueError when a value is out of bounds."""
+        """The workload; ValueError when a value is out of bounds. A file is asked whole."""
         spec = WorkloadSpec(
             kind="file" if self.file else self.workload,
             path=str(self.file) if self.file else None,
-            num_cases=self.cases,
+            num_cases=MAX_CASES if self.file else self.cases,
             max_tokens=self.max_tokens,
             seed=self.seed,
             temperature=self.temperature,
@@ -60,6 +63,17 @@ class WorkloadOptions:
         )
         spec.validate()
         return spec
+
+    def idle(self, *, rate_per_s: float | None = None) -> dict[str, str]:
+        """The options that these values leave without effect, each with what it would need."""
+        idle: dict[str, str] = {}
+        if self.file:
+            idle |= dict.fromkeys(("workload", "cases"), "--file is asked as it stands")
+        if self.file and rate_per_s is None:
+            idle["seed"] = "--file leaves it nothing to choose without --rate"
+        if self.file or self.workload != "tokens":
+            idle |= dict.fromkeys(("prompt_tokens", "vocab_size"), "it is for --workload tokens")
+        return idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +114,138 @@ class ServeOptions:
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV blocks of equal prefixes.")] = True
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: random.")] = None
     fault: Annotated[list[str] | None, typer.Option(help="Plant a defect; repeat for more.")] = None
+
+    def engine_fields(self) -> dict[str, Any]:
+        """What an EngineConfig is made of."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "fault"}
+        return values | {"faults": tuple(self.fault or ())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How one Run is filled, and where it goes."""
+
+    out: Annotated[Path | None, typer.Option(help="The Run's directory; default runs/<run id>.")] = None
+    label: Annotated[str, typer.Option(help="What to call this side.")] = "run"
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the Run in --out.")] = False
+    repeats: Annotated[int, typer.Option(help="Ask each case this often.")] = 1
+    rate: Annotated[float | None, typer.Option(help="Poisson arrivals a second, open loop.")] = None
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, in a file of their own.")] = 1
+    log_dir: Annotated[Path | None, typer.Option(help="The server's --log-dir, for its rows.")] = None
+
+    def check(self) -> None:
+        """ValueError for what no Run can be made of."""
+        if self.resume and self.out is None:
+            raise ValueError("expected --out with --resume, got none: name the Run to go on with")
+        if self.log_dir is not None and not self.log_dir.is_dir():
+            raise ValueError(
+                f"expected the server's log folder for --log-dir, got {self.log_dir}, which is none: "
+                "give the folder that its own --log-dir names"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the demonstration serves and asks."""
+
+    model: Annotated[str, typer.Option(help="The model to serve three times.")] = "smollm2-135m"
+    cases: Annotated[int, typer.Option(help="How many different requests.")] = 64
+    max_tokens: Annotated[int, typer.Option(help="Output tokens a request, at most.")] = 20
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 4
+    seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="The candidate's defects; default decode-position-plus-one and slow-decode."),
+    ] = None
+
+    @property
+    def faults(self) -> list[str]:
+        return ["decode-position-plus-one", "slow-decode"] if self.fault is None else self.fault
+
+    def spec(self) -> WorkloadSpec:
+        """The workload; ValueError when a value is out of bounds."""
+        spec = WorkloadSpec(
+            num_cases=self.cases, max_tokens=self.max_tokens, concurrency=self.concurrency, seed=self.seed
+        )
+        spec.validate()
+        return spec
+
+    def serve_args(self) -> dict[str, list[str]]:
+        """The arguments of `firstdiff serve` by label; the candidate alone has the defects."""
+        healthy = ["--model", self.model]
+        planted = [part for name in self.faults for part in ("--fault", name)]
+        return {"base": healthy, "twin": healthy, "candidate": [*healthy, *planted]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOptions:
+    """How two Runs are judged; the defaults are the judge's own."""
+
+    floor: Annotated[Path | None, typer.Option(help="A Run of a twin of BASE: the noise floor.")] = None
+    alpha: Annotated[float | None, typer.Option(help="False alarms allowed.")] = None
+    latency_margin: Annotated[float | None, typer.Option(help="Slower by this share is fine.")] = None
+
+    def changes(self) -> dict[str, float]:
+        """The settings that differ from the judge's own."""
+        values = {"alpha": self.alpha, "latency_margin": self.latency_margin}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Say which extra to install when a library of that extra is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("firstdiff"):
+            raise
+        raise ValueError(
+            f"expected the module {error.name}, which is not installed: pip install 'firstdiff[{extra}]'"
+        ) from error
+
+
+def names_of(*groups: type) -> list[str]:
+    """The parameters' names of whole groups."""
+    return [field.name for group in groups for field in fields(group)]
+
+
+def refuse_given(context: typer.Context, reasons: dict[str, str]) -> None:
+    """ValueError for the first of these parameters that stands on the command line."""
+    for parameter in context.command.params:
+        if parameter.name not in reasons:
+            continue
+        source = context.get_parameter_source(parameter.name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = max(parameter.opts, key=len)
+            raise ValueError(f"expected no {flag} here, got one: {reasons[parameter.name]}, so leave it out")
+
+
+def check_output_folder(path: Path, flag: str) -> None:
+    """ValueError unless `path` is a folder to write into, or can be made one."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    _check_folder(existing, f"{flag} {path}")
+
+
+def check_output_file(path: Path | None, flag: str) -> None:
+    """ValueError unless the file `path` can be written, whose folder must be there."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"expected a file to write for {flag}, got the folder {path}: name a file in it")
+    _check_folder(path.absolute().parent, f"{flag} {path}")
+
+
+def _check_folder(folder: Path, what: str) -> None:
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise ValueError(
+            f"expected a folder at {folder} for {what}, got {found}: make it, or choose another place"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"expected a folder that can be written for {what}, got {folder}, which cannot: "
+            "choose another place"
+        )
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from firstdiff.harness.progress import printable
 from firstdiff.tracing.lines import read_lines
 from firstdiff.tracing.records import RequestRow, StepRow, TokenLogRow
 from firstdiff.tracing.store import Run
@@ -130,7 +131,8 @@ class Replica:
 
     def _last_words(self) -> str:
         words = (self.log_dir / "stderr.txt").read_bytes().decode("utf-8", "replace").strip()
-        return words[-_MAX_ERROR_CHARS:] or "it wrote no error"
+        words = "\n".join(map(printable, words[-_MAX_ERROR_CHARS:].split("\n")))
+        return words or "it wrote no error"
 
     def stop(self) -> int | None:
         """End the server, politely first, and return its exit code; None when there was none."""

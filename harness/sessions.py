@@ -10,7 +10,7 @@ Usage: `run = await fill_run(target, path, spec=spec, clock=clock, report=report
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,12 @@ from firstdiff.tracing.records import Identity, Request, RequestRow
 from firstdiff.tracing.store import Run
 
 _COLLECT_TRIES = 40
+
+Warn = Callable[[str], None]
+
+
+def no_warning(sentence: str) -> None:
+    """Say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,13 @@ class Target:
         )
 
 
+def _cases_of(spec: WorkloadSpec, endpoints: Sequence[HttpEndpoint]) -> tuple[WorkloadSpec, list[Request]]:
+    """The cases, and the spec that says in the manifest how many they are, also where a file decides it."""
+    spec = resolve_spec(spec, endpoints)
+    cases = make_cases(spec)
+    return msgspec.structs.replace(spec, num_cases=len(cases)), cases
+
+
 def resolve_spec(spec: WorkloadSpec, endpoints: Sequence[HttpEndpoint]) -> WorkloadSpec:
     """`spec` with the vocabulary size that the endpoints tell, where random tokens need one."""
     sizes = [endpoint.identity.vocab_size for endpoint in endpoints if endpoint.identity is not None]
@@ -70,13 +83,16 @@ async def fill_run(
     report: Report,
     num_warmup: int = 1,
     resume: bool = False,
+    warn: Warn = no_warning,
 ) -> Run:
-    """Run the workload against one endpoint into `path`; with `resume`, what is left of an earlier Run."""
+    """Run the workload against one endpoint into `path`; with `resume`, what is left of an earlier Run.
+
+    `warn` gets a sentence when the target's log lacks rows of requests that were answered.
+    """
     async with AsyncExitStack() as stack:
         endpoint = await target.connect(clock)
         stack.push_async_callback(endpoint.close)
-        spec = resolve_spec(spec, [endpoint])
-        cases = make_cases(spec)
+        spec, cases = _cases_of(spec, [endpoint])
         run = (
             _resumed(path, endpoint, cases)
             if resume
@@ -102,7 +118,12 @@ async def fill_run(
             warmup=warmup_cases(cases, num_warmup),
             report=report,
         )
-        await _collect(target, run)
+        num_answered, num_found = await _collect(target, run)
+    if num_found < num_answered:
+        warn(
+            f"expected the rows of {num_answered} answered requests in {target.log_dir}, got {num_found}: "
+            "name the --log-dir of the server that was asked; this Run lacks the engine's times"
+        )
     return Run.open(path)
 
 
@@ -142,8 +163,7 @@ async def fill_runs_in_turn(
         endpoints = [await target.connect(clock) for target in targets]
         for endpoint in endpoints:
             stack.push_async_callback(endpoint.close)
-        spec = resolve_spec(spec, endpoints)
-        cases = make_cases(spec)
+        spec, cases = _cases_of(spec, endpoints)
         sides = []
         for target, endpoint in zip(targets, endpoints, strict=True):
             run = new_run(
@@ -172,7 +192,7 @@ async def fill_runs_in_turn(
 
 
 async def fill_runs_from_replicas(
-    serve_args: dict[str, Sequence[str]],
+    serve_args: Mapping[str, Sequence[str]],
     out: Path,
     *,
     spec: WorkloadSpec,
@@ -211,12 +231,18 @@ async def fill_runs_from_replicas(
         )
 
 
-async def _collect(target: Target, run: Run) -> None:
-    """Bring the server's rows where its log is at hand; they are written just after each last byte."""
+async def _collect(target: Target, run: Run) -> tuple[int, int]:
+    """Bring the server's rows where its log is at hand; they are written just after each last byte.
+
+    Returns how many requests were answered and how many of them the log has; (0, 0) without a log.
+    """
     if target.log_dir is None:
-        return
+        return 0, 0
     num_answered = sum(row.outcome == "ok" for row in run.rows("requests", RequestRow))
+    num_found = collect_rows(target.log_dir, run)
     for _ in range(_COLLECT_TRIES):
-        if collect_rows(target.log_dir, run) >= num_answered:
-            return
+        if num_found >= num_answered:
+            break
         await asyncio.sleep(0.05)
+        num_found = collect_rows(target.log_dir, run)
+    return num_answered, num_found

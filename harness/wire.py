@@ -284,6 +284,12 @@ class Wire:
     """
 
     def __init__(self, url: str, *, clock: Clock, limits: WireLimits | None = None) -> None:
+        # Refused before any message could repeat them, and because a Run's manifest holds its URL.
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "expected a URL without user name and password, got one with: take them out, and give a key "
+                "with --api-key or FIRSTDIFF_API_KEY"
+            )
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -294,8 +300,7 @@ class Wire:
         self._host = parts.hostname
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        # A user name in the URL stays out of the Host header.
-        self._authority = parts.netloc.rpartition("@")[2]
+        self._authority = parts.netloc
         self._clock = clock
         self._limits = limits or WireLimits()
         self._idle: list[_Connection] = []

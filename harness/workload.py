@@ -25,6 +25,7 @@ Kind = Literal["chat", "text", "copy", "tokens", "file"]
 KINDS: tuple[Kind, ...] = ("chat", "text", "copy", "tokens", "file")
 
 MAX_CASE_ID_CHARS = 64
+MAX_CASES = 1_000_000
 MAX_FILE_BYTES = 256 << 20
 
 
@@ -55,7 +56,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """ValueError (expected, got, what to do) on the first setting out of bounds."""
         bounds: dict[str, tuple[float, float, float]] = {
-            "num_cases": (self.num_cases, 1, 1_000_000),
+            "num_cases": (self.num_cases, 1, MAX_CASES),
             "max_tokens": (self.max_tokens, 1, 1_000_000),
             "temperature": (self.temperature, 0, 100),
             "top_p": (self.top_p, 1e-9, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -65,6 +66,26 @@ def replica() -> Iterator[Replica]:
         (["run", "http://x", "--resume"], "expected --out with --resume"),
         (["run", "http://x", "--dialect", "klingon"], "expected a dialect out of"),
         (["run", "http://x", "--workload", "prose"], "prose"),
+        (["run", "http://x", "--log-dir", "/no/such"], "expected the server's log folder for --log-dir"),
+        (["run", "http://x", "--out", "/dev/null/r"], "expected a folder at /dev/null for --out /dev/null/r"),
+        (["run", "http://x", "--file", "f.jsonl", "--cases", "7"], "expected no --cases here"),
+        (["run", "http://x", "--file", "f.jsonl", "--workload", "chat"], "expected no --workload here"),
+        (["run", "http://x", "--file", "f.jsonl", "--seed", "0"], "expected no --seed here"),
+        (["run", "http://x", "--prompt-tokens", "128"], "expected no --prompt-tokens here"),
+        (["run", "http://x", "--workload", "copy", "--vocab-size", "9"], "expected no --vocab-size here"),
+        (["run", "http://me:pass-1234@x"], "expected a URL without user name and password"),
+        (["run", "http://me:pass-1234@x:p/v1"], "expected a URL without user name and password"),
+        (["compare", "http://x", "http://x", "--prompt-tokens", "9"], "expected no --prompt-tokens here"),
+        (["compare", "http://x", "http://x", "--report", "/no/such/x.md"], "expected a folder at /no/such"),
+        (["compare", "http://x", "http://x", "--report", "/"], "expected a file to write for --report"),
+        (["compare", "http://x", "http://x", "--out", "/dev/null"], "expected a folder at /dev/null"),
+        (["compare", "http://x", "http://x", "--floor", "nowhere"], "expected a Run directory"),
+        (["compare", "http://me:pass-1234@x", "http://x"], "expected a URL without user name and password"),
+        (["eval", "http://x", "--out", "/dev/null/r"], "expected a folder at /dev/null"),
+        (["demo", "--fault", "x"], "expected a fault out of"),
+        (["demo", "--model", "nope"], "expected --model to be one of"),
+        (["demo", "--model", "tiny-random", "--cases", "-1"], "expected num_cases"),
+        (["demo", "--model", "tiny-random", "--out", "/dev/null"], "expected a folder at /dev/null"),
         (["compare", "a"], "Missing argument"),
         (["compare", "nowhere", "nowhere"], "expected a Run directory"),
         (["compare", "http://x", "nowhere"], "expected two Run directories or two URLs"),
@@ -81,8 +102,28 @@ def test_a_mistake_is_one_line_and_exit_2(firstdiff: Command, arguments: list[st
     assert code == 2, err
     assert error in err
     assert "Traceback" not in err
+    assert "pass-1234" not in err
     assert out == ""
     assert len([line for line in err.splitlines() if "rror" in line or line.startswith("firstdiff")]) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--workload chat", "--file f", "--cases 32", "--max-tokens 48", "--seed 0", "--temperature 0"),
+        *("--sampling-seed 1", "--logprobs 5", "--ignore-eos", "--prompt-tokens 128", "--vocab-size 0"),
+        *("--concurrency 4", "--repeats 2", "--out d", "--model m", "--dialect vllm", "--api-key k"),
+        "--timeout 600",
+    ],
+)
+def test_what_runs_have_no_use_for_is_refused_by_name(firstdiff: Command, option: str) -> None:
+    code, out, err = firstdiff("compare", "nowhere", "nowhere", *option.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"expected no {option.split()[0]} here" in err
+
+
+def test_the_version_is_told(firstdiff: Command) -> None:
+    assert firstdiff("--version") == (0, f"firstdiff {importlib.metadata.version('firstdiff')}\n", "")
 
 
 def test_a_port_in_use_is_named(firstdiff: Command) -> None:
@@ -147,6 +188,51 @@ def test_failures_are_exit_4_and_kept(firstdiff: Command, tmp_path: Path) -> Non
     assert (code, out) == (4, f"{tmp_path / 'r'}: 0 of 3 requests ok\n")
     assert "first failure: case chat-00000, failed: status 500: no memory" in err
     assert {row.status for row in Run.open(tmp_path / "r").rows("requests", RequestRow)} == {500}
+
+
+def test_nothing_foreign_steers_the_terminal(firstdiff: Command, tmp_path: Path) -> None:
+    said = json.dumps({"error": "\x1b[2J\x1b]0;owned\x07\r\nPASS\x9b1m\u202e"}).encode()
+    with FakeServer(MODELS | {CHAT: [http(said, status=500)]}) as server:
+        arguments = ["run", server.url, "--out", tmp_path / "r", "--cases", "1", "--warmup", "0"]
+        code, out, err = firstdiff(*arguments, "--label", "\x1b[31mPASS\r")
+    assert code == 4
+    assert r"status 500: \x1b[2J\x1b]0;owned\x07\r\nPASS\x9b1m\u202e" in err
+    assert r"running \x1b[31mPASS\r: 1 of 1" in err
+    assert all(char.isprintable() or char == "\n" for char in out + err)
+
+    listing = {"/v1/models": [http(json.dumps({"data": [{"id": "\x1b[2Jm\n"}]}).encode())]}
+    with FakeServer(listing) as server:
+        code, out, err = firstdiff("run", server.url, "--model", "m")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert r"\x1b[2Jm\n" in err
+
+
+def test_an_evaluation_without_any_answer_is_exit_4(firstdiff: Command, tmp_path: Path) -> None:
+    failing = [http(b'{"error": "no\\n\\u001b[2Jmemory"}', status=500)]
+    with FakeServer(MODELS | {CHAT: failing, "/v1/completions": failing}) as server:
+        code, out, err = firstdiff("eval", server.url, "--out", tmp_path / "r", "--limit", "12")
+    assert code == 4, err
+    assert r"failed: status 500: no\n\x1b[2Jmemory" in out
+    assert out.count("\n") == 2
+    assert {row.outcome for row in Run.open(tmp_path / "r").rows("requests", RequestRow)} == {"failed"}
+
+
+def test_a_log_of_another_server_is_said(firstdiff: Command, replica: Replica, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    arguments = ["run", replica.url, *SMALL, "--log-dir", tmp_path / "other"]
+    code, out, err = firstdiff(*arguments, "--out", tmp_path / "r")
+    assert (code, out) == (0, f"{tmp_path / 'r'}: 6 of 6 requests ok\n")
+    assert f"expected the rows of 6 answered requests in {tmp_path / 'other'}, got 0" in err
+    assert not (tmp_path / "r" / "tokens.jsonl").exists()
+
+
+def test_a_file_is_asked_whole(firstdiff: Command, tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl"
+    file.write_text("".join(f'{{"messages": [{{"role": "user", "content": "{n}"}}]}}\n' for n in range(40)))
+    with FakeServer(MODELS | {CHAT: chunked(chat_events(["yes"]))}) as server:
+        code, out, _ = firstdiff("run", server.url, "--file", file, "--out", tmp_path / "r")
+    assert (code, out) == (0, f"{tmp_path / 'r'}: 40 of 40 requests ok\n")
+    assert Run.open(tmp_path / "r").manifest.workload["num_cases"] == 40
 
 
 def test_runs_of_one_server_pass(firstdiff: Command, replica: Replica, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from firstdiff.harness.cli import main
+from firstdiff.harness.cli import demo_outcome, main
 from firstdiff.tracing.records import RequestRow
 from firstdiff.tracing.store import Run
 from firstdiff.tracing.token_log import read_token_log
@@ -32,8 +33,9 @@ def test_the_demo_finds_the_planted_defect(tmp_path: Path, capsys: pytest.Captur
     assert [part["tokens"] for part in parts] == ["pass", "fail"]
     # Speed is the machine's business: a busy one may leave it unsettled, or this client late.
     assert candidate["status"] in ("fail", "invalid")
-    as_expected = (twin["status"], candidate["status"]) == ("pass", "fail")
-    assert end.value.code == (0 if as_expected else 1)
+    code, line = demo_outcome(twin["status"], candidate["status"])
+    assert end.value.code == code
+    assert printed.out.splitlines()[-1] == line
 
     report = (folder / "report.md").read_text()
     assert report.index("twin: expected to pass") < report.index("candidate: expected to fail")
@@ -52,3 +54,39 @@ def test_the_demo_finds_the_planted_defect(tmp_path: Path, capsys: pytest.Captur
         ["decode-position-plus-one", "slow-decode"],
     ]
     assert len({identity.instance_id for identity in identities}) == 3
+
+
+@pytest.mark.parametrize(
+    ("twin", "candidate", "code", "line"),
+    [
+        ("pass", "fail", 0, "demo: as expected: the twin passes, the candidate fails"),
+        ("fail", "fail", 1, "demo: not as expected: the twin's verdict is fail "),
+        ("pass", "pass", 1, "demo: not as expected: the candidate's verdict is pass "),
+        ("invalid", "pass", 1, "demo: not as expected: the twin's verdict is invalid, the candidate's"),
+        ("fail", "invalid", 1, "demo: not as expected: the twin's verdict is fail, the candidate's"),
+        ("unknown", "fail", 3, "demo: not as expected: the twin's verdict is unknown "),
+        ("pass", "unknown", 3, "demo: not as expected: the candidate's verdict is unknown "),
+        ("unknown", "invalid", 4, "demo: not as expected: the twin's verdict is unknown, the candidate's"),
+        ("invalid", "fail", 4, "demo: not as expected: the twin's verdict is invalid "),
+    ],
+)
+def test_the_outcome_follows_from_both_verdicts(twin: str, candidate: str, code: int, line: str) -> None:
+    found_code, found_line = demo_outcome(twin, candidate)
+    assert (found_code, found_line[: len(line)]) == (code, line)
+
+
+def test_without_the_engine_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--out", str(tmp_path / "d"), "--model", "tiny-random"])
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "firstdiff: expected the module torch, which is not installed: pip install 'firstdiff[engine]'\n"
+    )
+    assert not (tmp_path / "d").exists()
