@@ -13,11 +13,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from synthetic_runs import Defect, Noise, Workload, make_runs
+from synthetic_runs import Defect, Noise, Workload, make_rows, make_runs, write_run
 
 from firstdiff.regression.diff import CompareConfig, compare
 from firstdiff.regression.stats import excess_p
@@ -121,6 +122,35 @@ def test_a_decode_10_percent_slower_is_found_with_more_pairs_and_a_narrower_marg
     show("healthy pair, margin 5 %, 128 pairs in 32 blocks", healthy)
     assert healthy["pass"] >= 0.95
     assert healthy["fail"] == 0
+
+
+def test_equal_servers_one_after_the_other_never_fail():
+    """The machine's speed in the second session is another, by 20 % (sd); only what is gross may fail."""
+    rng = np.random.default_rng(5)
+    for what, factor in (("equal", 1.0), ("four times slower", 4.0)):
+        counts = Counter()
+        for seed in range(60):
+            drift = float(np.exp(0.2 * rng.standard_normal())) * factor - 1
+            workload = Workload(num_cases=32, block_size=4, seed=seed)
+            later = Workload(num_cases=32, block_size=4, seed=seed + 1000)
+            slow = {"candidate": Defect(slower_decode=drift, slower_prefill=drift)}
+            base = make_rows(workload, ["base"])["base"][0]
+            moved = [
+                msgspec.structs.replace(row, sent_unix_ns=row.sent_unix_ns + 10**13)
+                for row in make_rows(later, ["candidate"], slow)["candidate"][0]
+            ]
+            with tempfile.TemporaryDirectory() as folder:
+                runs = [
+                    write_run(Path(folder), label, rows, (), workload)
+                    for label, rows in (("base", base), ("candidate", moved))
+                ]
+                counts[compare(*runs, config=QUICK).status] += 1
+        show(f"{what}, one after the other", {status: count / 60 for status, count in counts.items()})
+        if factor == 1.0:
+            assert counts["fail"] == 0
+        else:
+            assert counts["fail"] >= 54
+            assert counts["pass"] == 0
 
 
 def test_a_slower_prefill_is_found():
