@@ -33,6 +33,7 @@ from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import Identity
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KV_CACHE_BYTES_MAX = 2 << 30
 """Ceiling of the default cache size; `--num-blocks` goes beyond it."""
 
@@ -78,7 +79,7 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
         emit=emit,
         clock=clock,
     )
-    return engine, describe(config, folder, model, shape)
+    return engine, describe(config, folder, decoder, shape)
 
 
 def cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
@@ -100,16 +101,17 @@ def cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
     return CacheShape(min(wanted, affordable), max_model_len)
 
 
-def describe(config: EngineConfig, folder: ModelFolder, model: ModelConfig, shape: CacheShape) -> Identity:
-    """What this engine is, by hash; the engine settings are the resolved ones."""
+def describe(config: EngineConfig, folder: ModelFolder, decoder: Decoder, shape: CacheShape) -> Identity:
+    """What this engine is, by hash; the engine settings are what came of them, not what was asked."""
     settings: dict[str, str | int | float | bool | None] = {
         "model": folder.name,
-        "dtype": config.dtype,
-        "threads": config.threads,
+        "dtype": NAMES[decoder.dtype],
+        "threads": torch.get_num_threads(),
         "block_size": config.block_size,
         "num_blocks": shape.num_blocks,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_waiting": config.max_num_waiting,
         "max_model_len": shape.max_model_len,
         "enable_prefix_caching": config.enable_prefix_caching,
         "attention_backend": CpuAttention.__name__,
@@ -125,9 +127,9 @@ def describe(config: EngineConfig, folder: ModelFolder, model: ModelConfig, shap
         chat_template_sha256=folder.chat_template_sha256,
         engine_config_sha256=hashlib.sha256(msgspec.json.encode(settings, order="sorted")).hexdigest(),
         engine_config=settings,
-        dtype=config.dtype,
+        dtype=NAMES[decoder.dtype],
         device="cpu",
-        vocab_size=model.vocab_size,
+        vocab_size=decoder.config.vocab_size,
         max_model_len=shape.max_model_len,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
         | {"python": platform.python_version()},

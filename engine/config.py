@@ -19,7 +19,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that shapes one engine process.
 
     `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 2 GiB.
-    `max_model_len` 0 means: what the model's config says. `max_num_waiting` bounds the queue (429 beyond).
+    `max_model_len` 0 means: what the model's config says. `max_num_waiting` requests may wait
+    beyond the running ones (429 then).
     `seed` makes the seeds drawn for requests that name none repeat from start to start, in the order the
     requests come; None draws them from the system. `faults` are names from `engine/faults.py`, empty in
     every healthy engine.

@@ -108,8 +108,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self._weights = weights
-        dtype = weights.embedding.dtype
-        self._cos, self._sin = rope_table(config, dtype)
+        self.dtype = weights.embedding.dtype
+        self._cos, self._sin = rope_table(config, self.dtype)
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         """Logits [S, V] fp32 of the sampled rows; writes the KV of every row through `attention`."""

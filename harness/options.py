@@ -110,7 +110,9 @@ class ServeOptions:
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step, at most.")] = 32
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step, at most.")] = 512
     max_model_len: Annotated[int, typer.Option(help="Context length; 0: what the model says.")] = 0
-    max_num_waiting: Annotated[int, typer.Option(help="Waiting requests, beyond which 429.")] = 1024
+    max_num_waiting: Annotated[
+        int, typer.Option(help="Requests beyond --max-num-seqs that may wait; 429 then.")
+    ] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV blocks of equal prefixes.")] = True
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: random.")] = None
     fault: Annotated[list[str] | None, typer.Option(help="Plant a defect; repeat for more.")] = None

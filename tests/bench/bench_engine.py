@@ -10,7 +10,7 @@ ignored). The sides:
 - `transformers`: transformers' own continuous batching (`generate_batch`), called in its own process.
 
 Usage: `python tests/bench/bench_engine.py --rounds 3 --threads 2`. The last line of stdout is one JSON
-document; the lines before it are a table for people.
+document; the lines before it are a table for people, which `--write-readme` also puts into README.md.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("bench_worker.py")
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 SIDES = ("engine", "http", "transformers")
 
 
@@ -42,8 +46,9 @@ class Worker:
             arguments.dtype,
             str(arguments.threads),
         ]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the worker
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
         self.ask({"warm_up": True})
 
@@ -54,7 +59,10 @@ class Worker:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"expected an answer, got the end of {self._process.args}: run it by hand")
+            self._errors.seek(0)
+            raise RuntimeError(
+                f"expected an answer, got the end of {self._process.args}: {self._errors.read()}"
+            )
         answer: dict[str, float] = json.loads(line)
         return answer
 
@@ -62,6 +70,7 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._errors.close()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--write-readme", action="store_true")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     return parser.parse_args()
 
@@ -152,16 +162,37 @@ def machine() -> dict[str, str]:
     }
 
 
+def table_lines(table: list[dict[str, object]]) -> list[str]:
+    columns = list(table[0])
+    rows = ["| " + " | ".join(str(entry[column]) for column in columns) + " |" for entry in table]
+    return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *rows]
+
+
+def write_readme(lines: list[str], arguments: argparse.Namespace) -> None:
+    """Replace what stands between the bench markers of README.md."""
+    found = machine()
+    caption = (
+        f"Measured by `make bench` on {found['date']}: {found['cpu']}, {arguments.threads} threads a side, "
+        f"{arguments.dtype}, prompt {arguments.prompt_tokens}, output {arguments.output_tokens}, torch "
+        f"{found['torch']}, transformers {found['transformers']}; medians of {arguments.rounds} "
+        "interleaved rounds."
+    )
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    wrapped = "\n".join(textwrap.wrap(caption, 110))
+    README.write_text(f"{before}{BEGIN}\n{wrapped}\n\n" + "\n".join(lines) + f"\n{END}{after}")
+
+
 def main() -> None:
     arguments = parse_arguments()
     rows = measure(arguments)
     table = summarise(rows, arguments)
-    columns = list(table[0])
-    print("| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
-    for entry in table:
-        print("| " + " | ".join(str(entry[column]) for column in columns) + " |")
-    settings = {key: value for key, value in vars(arguments).items() if key != "sides"}
+    lines = table_lines(table)
+    print("\n".join(lines))
+    if arguments.write_readme:
+        write_readme(lines, arguments)
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("sides", "write_readme")}
     print(json.dumps({"machine": machine(), "settings": settings, "table": table, "rows": rows}))
 
 

@@ -68,11 +68,29 @@ def test_greedy_ids_equal_transformers_generate(reference, engine, chat_prompts)
     assert got == expected
 
 
-def test_alone_or_in_a_batch_of_16_gives_the_same_ids(engine, chat_prompts):
+def test_alone_or_in_a_batch_of_16_gives_the_same_ids(chat_prompts):
+    # Without prefix reuse: what the batch has computed must not serve the requests that run alone.
+    engine = EngineUnderTest(model="smollm2-135m", dtype="fp32", enable_prefix_caching=False)
     prompts = chat_prompts[:16]
-    together = ids_of(engine.generate(prompts, greedy(24)))
-    for prompt, expected in list(zip(prompts, together, strict=True))[::3]:
-        assert ids_of(engine.generate([prompt], greedy(24))) == [expected]
+    together = ids_of(engine.generate(prompts, greedy(16)))
+    assert [ids_of(engine.generate([prompt], greedy(16)))[0] for prompt in prompts] == together
+
+
+def test_bf16_is_as_far_from_fp32_as_transformers_bf16_is(reference, chat_prompts):
+    folder = resolve("smollm2-135m").path
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    decoder = make_decoder(folder, dtype=torch.bfloat16)
+    cache = make_cache(decoder, num_blocks=64, block_size=16, dtype=torch.bfloat16)
+    fed = HandFed(decoder, CpuAttention(cache), num_blocks=64, block_size=16)
+    ids = chat_prompts[0]
+    sequence = fed.sequence(ids)
+    rows = [fed.step([(sequence, 1)])[0] for _ in ids]
+    ours = torch.stack(rows).log_softmax(-1)
+    exact = reference_logits(reference, ids).log_softmax(-1)
+    theirs = reference_logits(rounded, ids).float().log_softmax(-1)
+    likely = exact > -8
+    distance = (ours - exact).abs()[likely].mean()
+    assert 1e-3 < distance < 1.5 * (theirs - exact).abs()[likely].mean()
 
 
 @pytest.mark.parametrize("chunk", [3, 16, 17, 64])

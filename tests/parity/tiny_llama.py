@@ -46,7 +46,13 @@ def make_decoder(folder: Path, *, pack: bool = True, dtype: torch.dtype = torch.
     return Decoder(config, load_weights(folder, config, dtype=dtype, pack=pack))
 
 
-def make_cache(decoder: Decoder, *, num_blocks: int = 256, block_size: int = BLOCK_SIZE) -> KVCache:
+def make_cache(
+    decoder: Decoder,
+    *,
+    num_blocks: int = 256,
+    block_size: int = BLOCK_SIZE,
+    dtype: torch.dtype = torch.float32,
+) -> KVCache:
     config = decoder.config
     return KVCache.allocate(
         num_layers=config.num_layers,
@@ -54,7 +60,7 @@ def make_cache(decoder: Decoder, *, num_blocks: int = 256, block_size: int = BLO
         block_size=block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
     )
 
 
