@@ -36,16 +36,21 @@ def test_a_decode_fault_spares_the_first_token_and_changes_later_ones(fault):
 
 
 def test_slow_decode_changes_the_time_of_decode_steps_alone():
-    engine = EngineUnderTest(model="tiny-random", faults=("slow-decode",), enable_prefix_caching=False)
-    slow_ids = ids_of(engine.generate(PROMPTS[:1], greedy(300, ignore_eos=True)))
-    slow = [row.execute_ns for row in engine.rows if isinstance(row, StepRow) and row.num_prefill_tokens == 0]
-    healthy = EngineUnderTest(model="tiny-random", enable_prefix_caching=False)
-    assert ids_of(healthy.generate(PROMPTS[:1], greedy(300, ignore_eos=True))) == slow_ids
-    fast = [
-        row.execute_ns for row in healthy.rows if isinstance(row, StepRow) and row.num_prefill_tokens == 0
+    engines = [
+        EngineUnderTest(model="tiny-random", faults=faults, enable_prefix_caching=False)
+        for faults in ((), ("slow-decode",))
     ]
+    medians: tuple[list[float], list[float]] = ([], [])
+    # In turns, and the best of three: a busy moment must not count against one side.
+    for _ in range(3):
+        ids = []
+        for engine, found in zip(engines, medians, strict=True):
+            ids.append(ids_of(engine.generate(PROMPTS[:1], greedy(200, ignore_eos=True))))
+            steps = [row for row in engine.rows if isinstance(row, StepRow) and row.num_prefill_tokens == 0]
+            found.append(statistics.median(step.execute_ns for step in steps))
+        assert ids[0] == ids[1]
     # The step is under a millisecond here, so a timer's slack shows: only the lower side is exact.
-    assert statistics.median(slow) > (1 + SLOW_DECODE_FRACTION * 0.6) * statistics.median(fast)
+    assert min(medians[1]) > (1 + SLOW_DECODE_FRACTION * 0.6) * min(medians[0])
 
 
 def test_slow_decode_waits_for_the_stated_share_of_the_step():
