@@ -72,7 +72,7 @@ def compare(
     gate = check_distinct(one, other) or check_comparable(one, other)
     findings += gate
     if twin is not None:
-        reasons = _unfit_floor(one, twin, config)
+        reasons = _unfit_floor(one, twin)
         if not reasons and not gate and check_distinct(other, twin):
             title = f"{quoted(twin.manifest.label)} is no noise floor: it is the candidate itself"
             reasons = [Finding(status="unknown", part="comparability", title=title)]
@@ -96,7 +96,7 @@ def compare(
     )
 
 
-def _unfit_floor(base: RunView, twin: RunView, config: CompareConfig) -> list[Finding]:
+def _unfit_floor(base: RunView, twin: RunView) -> list[Finding]:
     """Why a Run is no noise floor for `base`: nothing may be excused by it then."""
     reasons = [finding.title for finding in check_comparable(base, twin)]
     reasons += twin.problems
