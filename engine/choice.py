@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from firstdiff.engine.engine import EngineRequest
 from firstdiff.engine.stop_strings import StopMatcher
 from firstdiff.engine.tokenizer import IncrementalDetokenizer
-from firstdiff.tracing.records import EngineRequestRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, PromptLogprobsRow, TokenRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens that the engine took from its cache; None until it said so."""
+        self.prompt_logprobs: list[PromptLogprobsRow] = []
         self.is_finished = False
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.sampling.stop)

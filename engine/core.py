@@ -41,7 +41,15 @@ from firstdiff.engine.messages import (
     encode,
 )
 from firstdiff.tracing.clock import SystemClock
-from firstdiff.tracing.records import EngineRequestRow, Identity, LoadRow, Row, StepRow, TokenRow
+from firstdiff.tracing.records import (
+    EngineRequestRow,
+    Identity,
+    LoadRow,
+    PromptLogprobsRow,
+    Row,
+    StepRow,
+    TokenRow,
+)
 
 IDLE_POLL_S = 1.0
 """How often an idle core looks whether it should still live; commands wake it at once."""
@@ -141,7 +149,7 @@ class CoreLoop:
             self._request_ids.add(command.request.request_id)
 
     def _emit(self, row: Row) -> None:
-        assert isinstance(row, StepRow | TokenRow | EngineRequestRow | LoadRow)
+        assert isinstance(row, StepRow | PromptLogprobsRow | TokenRow | EngineRequestRow | LoadRow)
         if isinstance(row, EngineRequestRow):
             self._request_ids.discard(row.request_id)
         self._rows.append(row)

@@ -21,9 +21,16 @@ from firstdiff.engine.messages import Rejected, StepOutput
 from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import EngineRequestRow, FinishReason, LoadRow, StepRow, TokenRow
+from firstdiff.tracing.records import (
+    EngineRequestRow,
+    FinishReason,
+    LoadRow,
+    PromptLogprobsRow,
+    StepRow,
+    TokenRow,
+)
 
-Delivery = TokenRow | EngineRequestRow | Rejected
+Delivery = PromptLogprobsRow | TokenRow | EngineRequestRow | Rejected
 
 
 class Mailbox:

@@ -19,12 +19,13 @@ import msgspec
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.scheduler import Scheduler
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch, Sequence
+from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch, Sequence
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import (
     EngineRequestRow,
     FinishReason,
     LoadRow,
+    PromptLogprobsRow,
     Row,
     Sampling,
     StepRow,
@@ -37,11 +38,14 @@ TOKEN_ID_MAX = (1 << 31) - 1
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is asked: token ids in, sampling as resolved."""
+    """What the engine is asked: token ids in, sampling as resolved; the rest as in Sequence."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: Sampling
+    priority: int = 0
+    cache_salt: str | None = None
+    use_prefix_cache: bool = True
 
 
 class QueueFullError(ValueError):
@@ -51,8 +55,8 @@ class QueueFullError(ValueError):
 class Runner(Protocol):
     """The model, one step at a time."""
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
-        """One result an item, in order: a token where the item samples, else None."""
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
+        """The tokens of each item, in order: none where it does not sample."""
         ...
 
 
@@ -106,6 +110,9 @@ class LLMEngine:
                 prompt_token_ids=prompt,
                 sampling=request.sampling,
                 arrived_ns=self._clock.now_ns(),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                use_prefix_cache=request.use_prefix_cache,
             )
         )
 
@@ -133,7 +140,7 @@ class LLMEngine:
     def step(self) -> list[TokenRow]:
         """Compute one batch; the rows of its tokens, in batch order. No work: nothing happens, none.
 
-        Emits the TokenRows, then an EngineRequestRow for each request that ended, then the StepRow.
+        Emits PromptLogprobsRows, TokenRows, an EngineRequestRow for each request that ended, a StepRow.
         """
         scheduler = self.scheduler
         started_ns = self._clock.now_ns()
@@ -142,19 +149,21 @@ class LLMEngine:
         if batch is None:
             return []
         scheduled_ns = self._clock.now_ns()
-        sampled, error = self._execute(batch)
+        output, error = self._execute(batch)
         executed_ns = self._clock.now_ns()
-        if sampled is None:
+        prompt_rows: list[PromptLogprobsRow] = []
+        if output is None:
             rows: list[TokenRow] = []
             ended = [
                 _request_row(sequence, "error", executed_ns, error=error)
                 for sequence in scheduler.fail(batch)
             ]
         else:
-            finished = scheduler.commit(batch, sampled, executed_ns)
-            rows = _token_rows(batch, sampled, executed_ns)
+            prompt_rows = _prompt_rows(batch, output)
+            finished = scheduler.commit(batch, output, executed_ns)
+            rows = _token_rows(batch, output, executed_ns)
             ended = [_request_row(sequence, reason, executed_ns, error=None) for sequence, reason in finished]
-        for row in (*rows, *ended):
+        for row in (*prompt_rows, *rows, *ended):
             self._emit(row)
         self._emit(
             StepRow(
@@ -177,20 +186,20 @@ class LLMEngine:
         )
         return rows
 
-    def _execute(self, batch: ScheduledBatch) -> tuple[list[SampledToken | None] | None, str | None]:
+    def _execute(self, batch: ScheduledBatch) -> tuple[RunnerOutput | None, str | None]:
         """The runner's results, or None and what went wrong."""
         try:
-            sampled = self._runner.execute(batch)
-            _check_sampled(batch, sampled)
+            output = self._runner.execute(batch)
+            _check_output(batch, output)
         except Exception as error:
             logging.getLogger(__name__).exception("step %d failed", batch.step_index)
             return None, f"{type(error).__name__}: {error}"
-        return sampled, None
+        return output, None
 
 
-def _check_sampled(batch: ScheduledBatch, sampled: list[SampledToken | None]) -> None:
+def _check_output(batch: ScheduledBatch, output: RunnerOutput) -> None:
     expected = [item.samples for item in batch.items]
-    got = [token is not None for token in sampled]
+    got = [bool(tokens) for tokens in output.tokens]
     if expected != got:
         raise ValueError(
             f"expected sampled tokens at items {_indexes(expected)} of {len(expected)}, "
@@ -202,13 +211,30 @@ def _indexes(flags: list[bool]) -> list[int]:
     return [index for index, flag in enumerate(flags) if flag]
 
 
-def _token_rows(batch: ScheduledBatch, sampled: list[SampledToken | None], emitted_ns: int) -> list[TokenRow]:
+def _prompt_rows(batch: ScheduledBatch, output: RunnerOutput) -> list[PromptLogprobsRow]:
+    """A row for each item that brought log-probabilities of its prompt; counts them as given out."""
+    rows: list[PromptLogprobsRow] = []
+    for index, entries in output.prompt_logprobs.items():
+        sequence = batch.items[index].sequence
+        row = PromptLogprobsRow(
+            request_id=sequence.request_id,
+            start=sequence.num_prompt_logprobs,
+            logprobs=[entry.logprob for entry in entries if entry.logprob is not None],
+            top_logprobs=[entry.top_logprobs for entry in entries],
+        )
+        assert len(row.logprobs) == len(entries)
+        sequence.num_prompt_logprobs += len(entries)
+        rows.append(row)
+    return rows
+
+
+def _token_rows(batch: ScheduledBatch, output: RunnerOutput, emitted_ns: int) -> list[TokenRow]:
     """A row for each sampled token; `commit` has already appended them to their sequences."""
     batch_size = len(batch.items)
     return [
         TokenRow(
             request_id=item.sequence.request_id,
-            token_index=item.sequence.num_output_tokens - 1,
+            token_index=item.sequence.num_output_tokens - len(tokens) + index,
             token_id=token.token_id,
             emitted_ns=emitted_ns,
             step_index=batch.step_index,
@@ -216,8 +242,8 @@ def _token_rows(batch: ScheduledBatch, sampled: list[SampledToken | None], emitt
             logprob=token.logprob,
             top_logprobs=token.top_logprobs,
         )
-        for item, token in zip(batch.items, sampled, strict=True)
-        if token is not None
+        for item, tokens in zip(batch.items, output.tokens, strict=True)
+        for index, token in enumerate(tokens)
     ]
 
 
@@ -238,4 +264,5 @@ def _request_row(
         num_output_tokens=sequence.num_output_tokens,
         prefill_chunks=sequence.prefill_chunks,
         num_preemptions=sequence.num_preemptions,
+        priority=sequence.priority,
     )

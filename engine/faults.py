@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch
+from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch
 from firstdiff.tracing.clock import Clock
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SLOW_DECODE_FRACTION = 0.25
 class Runner(Protocol):
     """What `wrap_runner` wraps: engine.Runner, restated to keep this module below the engine."""
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]: ...
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput: ...
 
 
 def check_faults(names: Iterable[str]) -> None:
@@ -87,10 +87,10 @@ class SlowDecode:
         self._runner = runner
         self._clock = clock
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         started_ns = self._clock.now_ns()
-        sampled = self._runner.execute(batch)
+        output = self._runner.execute(batch)
         if batch.num_prefill_tokens == 0:
             spent_ns = self._clock.now_ns() - started_ns
             threading.Event().wait(spent_ns * SLOW_DECODE_FRACTION / 1e9)
-        return sampled
+        return output

@@ -18,7 +18,7 @@ from firstdiff.engine.messages import Rejected
 from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import EngineRequestRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, PromptLogprobsRow, TokenRow
 from firstdiff.tracing.token_log import ServerStamps
 
 Batch = list[tuple[Choice, Piece]]
@@ -75,7 +75,9 @@ class Generation:
             if choice is None:
                 # Tokens computed while the engine had not yet heard of the stop string.
                 continue
-            if isinstance(delivery, TokenRow):
+            if isinstance(delivery, PromptLogprobsRow):
+                choice.prompt_logprobs.append(delivery)
+            elif isinstance(delivery, TokenRow):
                 batch.append((choice, self._push(choice, delivery, ends.get(delivery.request_id))))
             elif isinstance(delivery, Rejected):
                 # The engine never took it, so there is nothing to log.

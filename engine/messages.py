@@ -14,9 +14,17 @@ from typing import Literal
 import msgspec
 
 from firstdiff.engine.engine import EngineRequest
-from firstdiff.tracing.records import EngineRequestRow, FinishReason, Identity, LoadRow, StepRow, TokenRow
+from firstdiff.tracing.records import (
+    EngineRequestRow,
+    FinishReason,
+    Identity,
+    LoadRow,
+    PromptLogprobsRow,
+    StepRow,
+    TokenRow,
+)
 
-EngineRow = StepRow | TokenRow | EngineRequestRow | LoadRow
+EngineRow = StepRow | PromptLogprobsRow | TokenRow | EngineRequestRow | LoadRow
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -1,12 +1,12 @@
 """The decoder: Llama-family layers over ragged rows.
 
 Owns: the arithmetic of one forward pass and the model's shape. Refuses to know: sequences, blocks,
-sampling, where weights came from. Invariants: rows never mix except inside attention; the result is the
-logits of the sampled rows only, in fp32.
+sampling, where weights came from. Invariants: rows never mix except inside attention; hidden states and
+logits are made of the sampled rows only, logits in fp32.
 
 Letters: N rows of the batch, S sampled rows, H query heads, Hkv KV heads, D head dim, E hidden, V vocab.
 
-Usage: `decoder = Decoder(config, weights); logits = decoder.forward(batch, attention)`.
+Usage: `decoder = Decoder(config, weights); logits = decoder.logits(decoder.forward(batch, attention))`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Decoder:
         self._cos, self._sin = rope_table(config, self.dtype)
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
-        """Logits [S, V] fp32 of the sampled rows; writes the KV of every row through `attention`."""
+        """Final hidden states [S, E] of the sampled rows; writes the KV of every row through `attention`."""
         weights, eps = self._weights, self.config.rms_norm_eps
         cos, sin = self._cos[batch.positions][:, None], self._sin[batch.positions][:, None]  # [N, 1, D]
         residual = weights.embedding[batch.input_ids]  # [N, E]
@@ -123,8 +123,11 @@ class Decoder:
             x = rms_norm(residual, layer.post_norm, eps)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)
             residual = residual + layer.down(F.silu(gate) * up)
-        sampled = rms_norm(residual[batch.sampled_rows], weights.final_norm, eps)
-        return weights.head(sampled).float()
+        return rms_norm(residual[batch.sampled_rows], weights.final_norm, eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] fp32 of final hidden states [S, E]."""
+        return self._weights.head(hidden).float()
 
     def _attend(
         self,

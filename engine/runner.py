@@ -1,9 +1,9 @@
 """One step on the model: lay out, run, sample.
 
 Owns: the order of the three. Refuses to know: why these sequences, what happens to the tokens.
-Invariants: one result an item, in order, None where the item does not sample.
+Invariants: one list of tokens an item, in order, empty where the item does not sample.
 
-Usage: `runner = ModelRunner(decoder, attention, prepare); sampled = runner.execute(batch)`.
+Usage: `runner = ModelRunner(decoder, attention, prepare); output = runner.execute(batch)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from firstdiff.engine.attention import AttentionBackend
 from firstdiff.engine.batch import Batch
 from firstdiff.engine.model import Decoder
 from firstdiff.engine.sampler import sample
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch
+from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch
 
 Prepare = Callable[[ScheduledBatch], Batch]
 
@@ -29,10 +29,11 @@ class ModelRunner:
         self._attention = attention
         self._prepare = prepare
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         """Sampled tokens by item; FloatingPointError when the model gave NaN."""
         with torch.inference_mode():
-            logits = self._decoder.forward(self._prepare(batch), self._attention)
+            hidden = self._decoder.forward(self._prepare(batch), self._attention)
+            logits = self._decoder.logits(hidden)
             sampled = iter(
                 sample(
                     logits,
@@ -43,4 +44,4 @@ class ModelRunner:
                     ],
                 )
             )
-        return [next(sampled) if item.samples else None for item in batch.items]
+        return RunnerOutput([[next(sampled)] if item.samples else [] for item in batch.items])

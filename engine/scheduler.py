@@ -20,7 +20,7 @@ from collections import deque
 
 from firstdiff.engine.block_pool import BlockPool
 from firstdiff.engine.config import EngineConfig
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch, ScheduledSequence, Sequence
+from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.tracing.records import FinishReason, PrefillChunk
 
 
@@ -116,26 +116,26 @@ class Scheduler:
         return batch
 
     def commit(
-        self, batch: ScheduledBatch, sampled: list[SampledToken | None], now_ns: int
+        self, batch: ScheduledBatch, output: RunnerOutput, now_ns: int
     ) -> list[tuple[Sequence, FinishReason]]:
         """Take in what the runner computed; the sequences that ended by it, in batch order, blocks freed.
 
-        `sampled` has one entry an item: a token exactly where the item samples. `now_ns` stamps the tokens.
+        `now_ns` stamps the tokens.
         """
         assert batch is self._in_flight
-        assert len(sampled) == len(batch.items)
+        assert len(output.tokens) == len(batch.items)
         self._in_flight = None
         finished: list[tuple[Sequence, FinishReason]] = []
-        for item, token in zip(batch.items, sampled, strict=True):
-            assert (token is not None) == item.samples
+        for item, tokens in zip(batch.items, output.tokens, strict=True):
+            assert len(tokens) == item.samples
             sequence = item.sequence
             self._advance(item, batch.step_index)
-            if token is None:
+            if not tokens:
                 continue
-            sequence.token_ids.append(token.token_id)
+            sequence.token_ids.append(tokens[0].token_id)
             if sequence.first_token_ns is None:
                 sequence.first_token_ns = now_ns
-            reason = self._finish_reason(sequence, token.token_id)
+            reason = self._finish_reason(sequence, tokens[0].token_id)
             if reason is not None:
                 self._remove(sequence)
                 finished.append((sequence, reason))

@@ -23,6 +23,8 @@ UNREADABLE = (msgspec.DecodeError, RecursionError)
 
 Outcome = Literal["ok", "failed", "unknown"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -55,8 +57,24 @@ class Identity(Row, frozen=True, kw_only=True, tag="identity"):
     faults: list[str] = []
 
 
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must match.
+
+    `spec` is the JSON schema, the regular expression, the JSON array of choices or the Lark grammar as text;
+    empty for `json_object`.
+    """
+
+    kind: StructureKind
+    spec: str = ""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling as resolved, after all defaults; `seed` is always set, so the noise can be made again."""
+    """Sampling as resolved, after all defaults; `seed` is always set, so the noise can be made again.
+
+    `logprobs` and `prompt_logprobs` count the alternatives wanted at each output and prompt position, None
+    for no log-probabilities; of the prompt those from index `prompt_logprobs_start` on. `max_tokens` 0
+    computes the prompt and samples nothing. `forced_token_ids` are emitted in place of samples.
+    """
 
     temperature: float
     top_k: int
@@ -67,6 +85,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    structure: Structure | None = None
+    forced_token_ids: list[int] | None = None
 
 
 class StepRow(Row, frozen=True, kw_only=True, tag="step"):
@@ -99,7 +128,7 @@ class LoadRow(Row, frozen=True, kw_only=True, tag="load"):
 
 
 class TokenRow(Row, frozen=True, kw_only=True, tag="token"):
-    """One output token as it left the model; `logprob` is the model's own, before temperature."""
+    """One output token as it left the model; log-probabilities as the request's `logprobs_mode` says."""
 
     request_id: str
     token_index: int
@@ -109,6 +138,19 @@ class TokenRow(Row, frozen=True, kw_only=True, tag="token"):
     batch_size: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = []
+
+
+class PromptLogprobsRow(Row, frozen=True, kw_only=True, tag="prompt_logprobs"):
+    """Log-probabilities of prompt tokens `start .. start + len(logprobs)`, each given all before it.
+
+    The rows of a request follow one another without gap, before its first TokenRow. `top_logprobs` has an
+    entry a token, sorted by falling log-probability.
+    """
+
+    request_id: str
+    start: int
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +181,7 @@ class EngineRequestRow(Row, frozen=True, kw_only=True, tag="engine_request"):
     num_output_tokens: int
     prefill_chunks: list[PrefillChunk] = []
     num_preemptions: int = 0
+    priority: int = 0
 
 
 class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
@@ -177,6 +220,7 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     num_cached_tokens: int
     prefill_chunks: list[PrefillChunk]
     num_preemptions: int
+    priority: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.core_client import CoreClient, InProcessCore
 from firstdiff.engine.engine import Emit, LLMEngine
 from firstdiff.engine.model_store import resolve
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch, Sequence
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, Sequence
 from firstdiff.engine.server import RunningServer, ServeSettings, bind, running_server
 from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.clock import SystemClock
@@ -52,10 +52,10 @@ class Script:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         threading.Event().wait(self.step_s)
         assert self.gate.wait(20)
-        return [self._sample(item.sequence) if item.samples else None for item in batch.items]
+        return RunnerOutput([[self._sample(item.sequence)] if item.samples else [] for item in batch.items])
 
     def _sample(self, sequence: Sequence) -> SampledToken:
         token_id = self.next_token(sequence)

@@ -94,7 +94,7 @@ class HandFed:
         items = [ScheduledSequence(sequence, sequence.num_computed_tokens, n, True) for sequence, n in chunks]
         with torch.inference_mode():
             batch = build_batch(ScheduledBatch(0, items, 0, 0, 0), block_size=self._block_size)
-            logits = self._decoder.forward(batch, self._attention)
+            logits = self._decoder.logits(self._decoder.forward(batch, self._attention))
         for sequence, n in chunks:
             sequence.num_computed_tokens += n
         return logits

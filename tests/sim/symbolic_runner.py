@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch, ScheduledSequence, Sequence
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import FinishReason, Sampling
 
@@ -86,7 +86,7 @@ class SymbolicRunner:
         self._clock = clock
         self._check = check
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         self._clock.advance(STEP_NS)
         self.last_batch = batch
         self.failed = self._rng.random() < self.error_fraction
@@ -97,7 +97,7 @@ class SymbolicRunner:
             self.violation = violation
             raise
 
-    def _run(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def _run(self, batch: ScheduledBatch) -> RunnerOutput:
         hashes = {
             id(item): prefix_hashes(item.sequence.token_ids, self._hashes.setdefault(item.sequence, []))
             for item in batch.items
@@ -112,15 +112,17 @@ class SymbolicRunner:
             return self._misbehave(batch)
         for item in batch.items:
             self._assert_holds(item, hashes[id(item)], item.start + item.num_scheduled_tokens)
-        return [self._sample(item, hashes[id(item)]) if item.samples else None for item in batch.items]
+        return RunnerOutput(
+            [[self._sample(item, hashes[id(item)])] if item.samples else [] for item in batch.items]
+        )
 
-    def _misbehave(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def _misbehave(self, batch: ScheduledBatch) -> RunnerOutput:
         token = SampledToken(token_id=0)
         kind = self._rng.randrange(3)
         if kind == 0:
-            return [None if item.samples else token for item in batch.items]
+            return RunnerOutput([[] if item.samples else [token] for item in batch.items])
         if kind == 1:
-            return [token if item.samples else None for item in batch.items][:-1]
+            return RunnerOutput([[token] if item.samples else [] for item in batch.items][:-1])
         raise InjectedError("the model failed as asked")
 
     def _write(self, item: ScheduledSequence, hashes: list[int]) -> None:

@@ -19,7 +19,7 @@ from firstdiff.engine.messages import (
     StepOutput,
     ToCore,
 )
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch
 from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import EngineRequestRow, Identity, LoadRow, Sampling, StepRow, TokenRow
 
@@ -49,8 +49,8 @@ class ScriptedChannel:
 class SevenRunner:
     """Every next token is 7."""
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
-        return [SampledToken(token_id=7) if item.samples else None for item in batch.items]
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
+        return RunnerOutput([[SampledToken(token_id=7)] if item.samples else [] for item in batch.items])
 
 
 def add(request_id: str, *, max_tokens: int = 2, prompt: int = 3) -> Add:

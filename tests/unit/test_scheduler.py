@@ -6,7 +6,7 @@ import pytest
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.scheduler import Scheduler
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch, Sequence
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, Sequence
 from firstdiff.tracing.records import FinishReason, Sampling
 
 EOS = 2
@@ -31,8 +31,8 @@ def run_step(
 ) -> tuple[ScheduledBatch, list[tuple[Sequence, FinishReason]]]:
     batch = scheduler.schedule(0)
     assert batch is not None
-    sampled = [SampledToken(token_id=token_id) if item.samples else None for item in batch.items]
-    finished = scheduler.commit(batch, sampled, 0)
+    output = RunnerOutput([[SampledToken(token_id=token_id)] if item.samples else [] for item in batch.items])
+    finished = scheduler.commit(batch, output, 0)
     scheduler.check_integrity()
     return batch, finished
 
@@ -305,7 +305,7 @@ def test_a_batch_in_flight_must_be_answered_first() -> None:
     with pytest.raises(AssertionError):
         scheduler.abort("a")
     with pytest.raises(AssertionError):
-        scheduler.commit(batch, [], 0)
+        scheduler.commit(batch, RunnerOutput([]), 0)
 
 
 def test_the_stamps_are_of_the_first_time() -> None:
@@ -315,5 +315,5 @@ def test_the_stamps_are_of_the_first_time() -> None:
     for now_ns in (10, 20):
         batch = scheduler.schedule(now_ns)
         assert batch is not None
-        scheduler.commit(batch, [SampledToken(token_id=7)], now_ns + 5)
+        scheduler.commit(batch, RunnerOutput([[SampledToken(token_id=7)]]), now_ns + 5)
     assert (sequence.first_scheduled_ns, sequence.first_token_ns) == (10, 15)

@@ -8,7 +8,7 @@ import pytest
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine, QueueFullError, Runner
-from firstdiff.engine.sequence import SampledToken, ScheduledBatch
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch
 from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import EngineRequestRow, LoadRow, Row, Sampling, StepRow, TokenRow
 
@@ -20,19 +20,20 @@ class CountingRunner:
         self.error: Exception | None = None
         self._clock = clock
 
-    def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         self._clock.advance(1000)
         error, self.error = self.error, None
         if error is not None:
             raise error
-        return [
+        tokens = [
             SampledToken(
                 token_id=item.start + item.num_scheduled_tokens, logprob=-0.5, top_logprobs=[(3, -0.25)]
             )
-            if item.samples
-            else None
             for item in batch.items
         ]
+        return RunnerOutput(
+            [[token] if item.samples else [] for item, token in zip(batch.items, tokens, strict=True)]
+        )
 
 
 class Bench:
@@ -173,11 +174,11 @@ def test_a_failing_runner_fails_its_batch_and_no_other(caplog: pytest.LogCapture
     assert [(row.request_id, row.finish_reason) for row in ends] == [("c", "length")]
 
 
-@pytest.mark.parametrize("answer", [[], [None], [SampledToken(token_id=1)] * 2])
+@pytest.mark.parametrize("answer", [[], [[]], [[SampledToken(token_id=1)]] * 2])
 def test_an_answer_of_the_wrong_shape_fails_the_batch(answer, caplog: pytest.LogCaptureFixture) -> None:
     class WrongRunner:
-        def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
-            return answer
+        def execute(self, batch: ScheduledBatch) -> RunnerOutput:
+            return RunnerOutput(answer)
 
     bench = Bench(runner=WrongRunner())
     bench.add("a")
@@ -191,7 +192,7 @@ def test_an_answer_of_the_wrong_shape_fails_the_batch(answer, caplog: pytest.Log
 
 def test_an_interrupt_is_not_a_failed_batch() -> None:
     class InterruptedRunner:
-        def execute(self, batch: ScheduledBatch) -> list[SampledToken | None]:
+        def execute(self, batch: ScheduledBatch) -> RunnerOutput:
             raise KeyboardInterrupt
 
     bench = Bench(runner=InterruptedRunner())
