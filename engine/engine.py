@@ -19,7 +19,7 @@ import msgspec
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.scheduler import Scheduler
-from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch, Sequence
+from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import (
     EngineRequestRow,
@@ -86,6 +86,22 @@ class LLMEngine:
     def has_work(self) -> bool:
         """Whether `step` would compute anything."""
         return self.scheduler.has_work
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight: queued or running."""
+        return self.scheduler.num_sequences
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request is in flight."""
+        return request_id in self.scheduler
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, between two steps; how many blocks could be found until now.
+
+        Running requests go on with what they hold, but none of it is found by others any more.
+        """
+        return self.scheduler.reset_prefix_cache()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; ValueError when it can never run, QueueFullError when it cannot run now.
@@ -198,13 +214,38 @@ class LLMEngine:
 
 
 def _check_output(batch: ScheduledBatch, output: RunnerOutput) -> None:
-    expected = [item.samples for item in batch.items]
-    got = [bool(tokens) for tokens in output.tokens]
+    """ValueError unless `output` has what each item asked for and no more."""
+    items, tokens = batch.items, output.tokens
+    expected = [item.samples for item in items]
+    got = [bool(answer) for answer in tokens]
     if expected != got:
         raise ValueError(
             f"expected sampled tokens at items {_indexes(expected)} of {len(expected)}, "
             f"got them at {_indexes(got)} of {len(got)}: the runner answers item by item"
         )
+    for index, (item, answer) in enumerate(zip(items, tokens, strict=True)):
+        if len(answer) > 1:
+            accepted = [token.token_id for token in answer[:-1]]
+            drafts = item.sequence.draft_token_ids
+            if len(accepted) > item.num_draft_tokens or accepted != drafts[: len(accepted)]:
+                raise ValueError(f"expected accepted drafts of {drafts} at item {index}, got {accepted}")
+        if item.sequence.sampling.prompt_logprobs is not None:
+            num_prompt_logprobs = _num_prompt_logprobs(item)
+            entries = output.prompt_logprobs.get(index, [])
+            if len(entries) != num_prompt_logprobs or any(entry.logprob is None for entry in entries):
+                raise ValueError(
+                    f"expected {num_prompt_logprobs} prompt log-probabilities at item {index}, "
+                    f"got {len(entries)} or empty ones"
+                )
+        elif index in output.prompt_logprobs:
+            raise ValueError(f"expected no prompt log-probabilities at item {index}, got some")
+
+
+def _num_prompt_logprobs(item: ScheduledSequence) -> int:
+    """How many prompt tokens, of those still wanted, come after a token that the item computes."""
+    sequence = item.sequence
+    end = item.start + item.num_scheduled_tokens + 1
+    return max(0, min(end, sequence.num_prompt_tokens) - sequence.num_prompt_logprobs)
 
 
 def _indexes(flags: list[bool]) -> list[int]:
@@ -215,6 +256,8 @@ def _prompt_rows(batch: ScheduledBatch, output: RunnerOutput) -> list[PromptLogp
     """A row for each item that brought log-probabilities of its prompt; counts them as given out."""
     rows: list[PromptLogprobsRow] = []
     for index, entries in output.prompt_logprobs.items():
+        if not entries:
+            continue
         sequence = batch.items[index].sequence
         row = PromptLogprobsRow(
             request_id=sequence.request_id,
@@ -229,22 +272,29 @@ def _prompt_rows(batch: ScheduledBatch, output: RunnerOutput) -> list[PromptLogp
 
 
 def _token_rows(batch: ScheduledBatch, output: RunnerOutput, emitted_ns: int) -> list[TokenRow]:
-    """A row for each sampled token; `commit` has already appended them to their sequences."""
-    batch_size = len(batch.items)
-    return [
-        TokenRow(
-            request_id=item.sequence.request_id,
-            token_index=item.sequence.num_output_tokens - len(tokens) + index,
-            token_id=token.token_id,
-            emitted_ns=emitted_ns,
-            step_index=batch.step_index,
-            batch_size=batch_size,
-            logprob=token.logprob,
-            top_logprobs=token.top_logprobs,
-        )
-        for item, tokens in zip(batch.items, output.tokens, strict=True)
-        for index, token in enumerate(tokens)
-    ]
+    """A row for each token that `commit` has appended to its sequence, which may be fewer than came."""
+    batch_size, step_index = len(batch.items), batch.step_index
+    rows: list[TokenRow] = []
+    for item, tokens in zip(batch.items, output.tokens, strict=True):
+        if not tokens:
+            continue
+        sequence = item.sequence
+        num_known = item.start + item.num_scheduled_tokens - item.num_draft_tokens
+        first_index = num_known - len(sequence.prompt_token_ids)
+        for token_index, token in enumerate(tokens[: len(sequence.token_ids) - num_known], first_index):
+            rows.append(
+                TokenRow(
+                    request_id=sequence.request_id,
+                    token_index=token_index,
+                    token_id=token.token_id,
+                    emitted_ns=emitted_ns,
+                    step_index=step_index,
+                    batch_size=batch_size,
+                    logprob=token.logprob,
+                    top_logprobs=token.top_logprobs,
+                )
+            )
+    return rows
 
 
 def _request_row(

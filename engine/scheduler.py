@@ -2,26 +2,35 @@
 
 Owns: the queue, the running set, the blocks of each sequence, preemption, the end of a sequence. Refuses to
 know: torch, text, rows, the clock (stamps are arguments). There are no phases: a sequence is
-`num_computed_tokens` catching up with `num_tokens`, so chunked prefill, prefix hits, decoding and recompute
-after a preemption are one case. Policy: one token budget a step, running sequences first in the order of
-their admission, then the queue, first come first served.
+`num_computed_tokens` catching up with `num_tokens` and its drafts, so chunked prefill, prefix hits, decoding,
+speculation and recompute after a preemption are one case. Policy: one token budget a step, running sequences
+first in the order of their admission, then the queue in order of rank: priority, then arrival; under `fcfs`
+all priorities are 0. The head of the queue is never overtaken. Who runs gives way only when blocks run out,
+the worst rank first; an urgent request waits for a seat like any other.
 
 Invariants: KV blocks cover at least the computed tokens of each running sequence; waiting sequences hold no
 block; only the last running sequence may be part-way through its prefill, so each decode gets its token in
-each step; the first running sequence always progresses, because `add` refuses what could not run alone;
-between `schedule` and `commit` (or `fail`) of a batch nothing else may be called.
+each step; the running sequence of the best rank always progresses, because `add` refuses what could not run
+alone; drafts take only what nobody else needs in the step; between `schedule` and `commit` (or `fail`) of a
+batch nothing else may be called.
 
 Usage: `batch = scheduler.schedule(now_ns)`, run it, `finished = scheduler.commit(batch, sampled, now_ns)`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from operator import attrgetter
 
 from firstdiff.engine.block_pool import BlockPool
 from firstdiff.engine.config import EngineConfig
-from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch, ScheduledSequence, Sequence
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, ScheduledSequence, Sequence
+from firstdiff.engine.step_budget import Step, running_shares
 from firstdiff.tracing.records import FinishReason, PrefillChunk
+
+_rank = attrgetter("rank")
+
+Finished = list[tuple[Sequence, FinishReason]]
 
 
 class Scheduler:
@@ -31,12 +40,15 @@ class Scheduler:
         self, config: EngineConfig, *, num_blocks: int, max_model_len: int, eos_token_ids: frozenset[int]
     ) -> None:
         self.pool = BlockPool(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        """In the order of their rank."""
         self.running: list[Sequence] = []
+        """In the order of their admission."""
         self.num_prefix_queried_tokens = 0
         """Prompt tokens looked up in the prefix cache since the start, each request once."""
         self.num_prefix_hit_tokens = 0
         """Those of them that were found: the sum of all `num_cached_tokens`."""
+        self._policy = config.scheduling_policy
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._block_size = config.block_size
@@ -45,10 +57,11 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._in_flight: ScheduledBatch | None = None
         self._step_index = 0
+        self._num_arrivals = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self._by_id)
 
     @property
     def num_sequences(self) -> int:
@@ -60,28 +73,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue `sequence`; ValueError when it could never finish, even alone, or its id is in use."""
-        if sequence.request_id in self._by_id:
-            raise ValueError(
-                f"expected a request id that is not in flight, got {sequence.request_id!r}: choose another"
-            )
-        num_prompt, max_tokens = sequence.num_prompt_tokens, sequence.sampling.max_tokens
-        if max_tokens < 1:
-            raise ValueError(f"expected max_tokens of at least 1, got {max_tokens}")
-        if num_prompt + max_tokens > self._max_model_len:
-            raise ValueError(
-                f"expected prompt and max_tokens within {self._max_model_len} tokens, got {num_prompt} + "
-                f"{max_tokens}: shorten the prompt or lower max_tokens"
-            )
-        # The last token is sampled but never computed, so it needs no slot.
-        num_blocks = self._num_blocks_for(num_prompt + max_tokens - 1)
-        if num_blocks > self.pool.num_blocks:
-            raise ValueError(
-                f"expected a request of at most {self.pool.num_blocks} KV blocks of {self._block_size} "
-                f"tokens, got one of {num_blocks} ({num_prompt} prompt tokens + {max_tokens} max_tokens): "
-                "shorten it or raise --num-blocks"
-            )
+        self._check(sequence)
+        self._num_arrivals += 1
+        sequence.rank = (sequence.priority, self._num_arrivals)
+        if sequence.sampling.prompt_logprobs is not None:
+            sequence.num_prompt_logprobs = sequence.sampling.prompt_logprobs_start
         self._by_id[sequence.request_id] = sequence
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_rank)
 
     def abort(self, request_id: str) -> Sequence | None:
         """Take a sequence out and free its blocks at once; None when it has ended or never was."""
@@ -91,54 +89,56 @@ class Scheduler:
             self._remove(sequence)
         return sequence
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; how many blocks could be found until now.
+
+        Running sequences keep their blocks and go on, but nobody else finds what they computed before or
+        compute after: not even a block half-full now. (vLLM refuses to reset while any block is held.)
+        """
+        assert self._in_flight is None
+        for sequence in self.running:
+            sequence.prefix_parent = None
+        return self.pool.reset()
+
     def schedule(self, now_ns: int) -> ScheduledBatch | None:
         """The next step's work, its blocks allocated; None when there is none."""
         assert self._in_flight is None
-        if not self.has_work:
+        if not self._by_id:
             return None
-        decodes: list[ScheduledSequence] = []
-        prefills: list[ScheduledSequence] = []
-        num_preemptions = self._schedule_running(decodes, prefills)
+        step = Step(self._max_num_batched_tokens)
+        num_preemptions = self._schedule_running(step)
         # What was just pushed out for want of blocks must not come back in the same step.
-        if not num_preemptions:
-            self._schedule_waiting(decodes, prefills, now_ns)
-        assert decodes or prefills
+        if not num_preemptions and self.waiting:
+            self._schedule_waiting(step, now_ns)
+        items = step.decodes + step.verifications + step.prefills
+        assert items
+        assert step.budget >= 0
+        num_decode_tokens = len(step.decodes) + sum(item.num_scheduled_tokens for item in step.verifications)
         batch = ScheduledBatch(
-            step_index=self._step_index,
-            items=decodes + prefills,
-            num_decode_tokens=len(decodes),
-            num_prefill_tokens=sum(item.num_scheduled_tokens for item in prefills),
-            num_preemptions=num_preemptions,
+            self._step_index,
+            items,
+            num_decode_tokens,
+            self._max_num_batched_tokens - step.budget - num_decode_tokens,
+            num_preemptions,
         )
-        assert batch.num_decode_tokens + batch.num_prefill_tokens <= self._max_num_batched_tokens
         self._step_index += 1
         self._in_flight = batch
         return batch
 
-    def commit(
-        self, batch: ScheduledBatch, output: RunnerOutput, now_ns: int
-    ) -> list[tuple[Sequence, FinishReason]]:
+    def commit(self, batch: ScheduledBatch, output: RunnerOutput, now_ns: int) -> Finished:
         """Take in what the runner computed; the sequences that ended by it, in batch order, blocks freed.
 
-        `now_ns` stamps the tokens.
+        Of the tokens of an item those after the one that ends its sequence are dropped. `now_ns` stamps them.
         """
         assert batch is self._in_flight
         assert len(output.tokens) == len(batch.items)
         self._in_flight = None
-        finished: list[tuple[Sequence, FinishReason]] = []
+        finished: Finished = []
         for item, tokens in zip(batch.items, output.tokens, strict=True):
-            assert len(tokens) == item.samples
-            sequence = item.sequence
-            self._advance(item, batch.step_index)
-            if not tokens:
-                continue
-            sequence.token_ids.append(tokens[0].token_id)
-            if sequence.first_token_ns is None:
-                sequence.first_token_ns = now_ns
-            reason = self._finish_reason(sequence, tokens[0].token_id)
+            reason = self._commit_item(item, tokens, batch.step_index, now_ns)
             if reason is not None:
-                self._remove(sequence)
-                finished.append((sequence, reason))
+                self._remove(item.sequence)
+                finished.append((item.sequence, reason))
         return finished
 
     def fail(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -156,6 +156,7 @@ class Scheduler:
         assert {id(s) for s in self._by_id.values()} == {id(s) for s in (*self.running, *self.waiting)}
         assert len(self._by_id) == len(self.running) + len(self.waiting)
         assert len(self.running) <= self._max_num_seqs
+        assert self.waiting == sorted(self.waiting, key=_rank)
         for sequence in self.waiting:
             assert not sequence.block_table
             assert sequence.num_computed_tokens == 0
@@ -168,57 +169,93 @@ class Scheduler:
             for sequence in self.running[:-1]:
                 assert sequence.num_computed_tokens == sequence.num_tokens - 1
 
-    def _schedule_running(self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence]) -> int:
-        """Schedule running sequences in order, preempting from the end; the number of preemptions."""
-        budget = self._max_num_batched_tokens
+    def _check(self, sequence: Sequence) -> None:
+        """ValueError unless `sequence` can finish when it is alone."""
+        if sequence.request_id in self._by_id:
+            raise ValueError(
+                f"expected a request id that is not in flight, got {sequence.request_id!r}: choose another"
+            )
+        if sequence.priority and self._policy != "priority":
+            raise ValueError(
+                f"expected priority 0 under the policy {self._policy}, got {sequence.priority}: start with "
+                "--scheduling-policy priority"
+            )
+        sampling = sequence.sampling
+        num_prompt, max_tokens = sequence.num_prompt_tokens, sampling.max_tokens
+        if max_tokens < 0:
+            raise ValueError(f"expected max_tokens of 0 or more, got {max_tokens}")
+        if sampling.prompt_logprobs is not None and sampling.prompt_logprobs_start < 1:
+            raise ValueError(
+                f"expected prompt_logprobs_start of at least 1, got {sampling.prompt_logprobs_start}: "
+                "nothing comes before the first token"
+            )
+        if num_prompt + max_tokens > self._max_model_len:
+            raise ValueError(
+                f"expected prompt and max_tokens within {self._max_model_len} tokens, got {num_prompt} + "
+                f"{max_tokens}: shorten the prompt or lower max_tokens"
+            )
+        # The last token is sampled but never computed, so it needs no slot.
+        num_blocks = self._num_blocks_for(num_prompt + max(max_tokens - 1, 0))
+        if num_blocks > self.pool.num_blocks:
+            raise ValueError(
+                f"expected a request of at most {self.pool.num_blocks} KV blocks of {self._block_size} "
+                f"tokens, got one of {num_blocks} ({num_prompt} prompt tokens + {max_tokens} max_tokens): "
+                "shorten it or raise --num-blocks"
+            )
+
+    def _schedule_running(self, step: Step) -> int:
+        """Schedule all running sequences that the blocks allow, the worst ranks pushed out first.
+
+        The number of preemptions.
+        """
         num_preemptions = 0
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            assert budget > 0
-            start = sequence.num_computed_tokens
-            num_tokens = min(sequence.num_tokens - start, budget)
-            num_new = self._num_blocks_for(start + num_tokens) - len(sequence.block_table)
-            # Victims come from the end, so none has been scheduled yet, and the last may be this one.
-            while num_new > self.pool.num_free_blocks and len(self.running) > index:
-                self._preempt(self.running.pop())
-                num_preemptions += 1
-            if len(self.running) == index:
+        while self.running:
+            shares = running_shares(self.running, step.budget, self._block_size)
+            num_new = sum(share.num_new_blocks for share in shares)
+            if num_new <= self.pool.num_free_blocks:
                 break
-            if num_new > 0:
+            self._preempt(max(self.running, key=_rank))
+            num_preemptions += 1
+        else:
+            return num_preemptions
+        num_spare = self.pool.num_free_blocks - num_new
+        for share in shares:
+            sequence, num_drafts, num_new = share.sequence, share.num_drafts, share.num_new_blocks
+            if num_drafts:
+                num_slots = (len(sequence.block_table) + num_new + num_spare) * self._block_size
+                end = sequence.num_computed_tokens + share.num_tokens
+                num_drafts = min(num_drafts, num_slots - end)
+                num_extra = self._num_blocks_for(end + num_drafts) - len(sequence.block_table) - num_new
+                num_spare -= num_extra
+                num_new += num_extra
+            if num_new:
                 sequence.block_table += self.pool.allocate(num_new)
-            _place(sequence, num_tokens, decodes, prefills)
-            budget -= num_tokens
-            index += 1
+            step.place(sequence, share.num_tokens, num_drafts)
         return num_preemptions
 
-    def _schedule_waiting(
-        self, decodes: list[ScheduledSequence], prefills: list[ScheduledSequence], now_ns: int
-    ) -> None:
+    def _schedule_waiting(self, step: Step, now_ns: int) -> None:
         """Admit from the head of the queue while budget, seats and blocks last."""
-        budget = self._max_num_batched_tokens - len(decodes)
-        budget -= sum(item.num_scheduled_tokens for item in prefills)
-        while self.waiting and budget and len(self.running) < self._max_num_seqs:
+        while self.waiting and step.budget and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             hits = self._admissible(sequence)
             if hits is None:
                 break
-            self.waiting.popleft()
+            del self.waiting[0]
             self.running.append(sequence)
             self.pool.hold(hits)
             sequence.block_table += hits
+            sequence.prefix_parent = self.pool.prefix_id(hits[-1]) if hits else sequence.cache_salt or ""
             sequence.num_computed_tokens = len(hits) * self._block_size
             if sequence.first_scheduled_ns is None:
                 sequence.first_scheduled_ns = now_ns
                 sequence.num_cached_tokens = sequence.num_computed_tokens
-                if self.pool.enable_prefix_caching:
+                if self.pool.enable_prefix_caching and sequence.use_prefix_cache:
                     self.num_prefix_queried_tokens += sequence.num_prompt_tokens
                     self.num_prefix_hit_tokens += sequence.num_cached_tokens
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, step.budget)
             num_new = self._num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(hits)
             sequence.block_table += self.pool.allocate(num_new)
-            _place(sequence, num_tokens, decodes, prefills)
-            budget -= num_tokens
+            step.place(sequence, num_tokens, 0)
 
     def _admissible(self, sequence: Sequence) -> list[int] | None:
         """The cached blocks that `sequence` would start with, None when there is no room for it yet.
@@ -229,18 +266,62 @@ class Scheduler:
         num_reserved = len(self.running)
         if self.running and self.pool.num_free_blocks <= num_reserved:
             return None
-        # At least one token is always computed: its logits give the next one.
-        num_blocks_max = (sequence.num_tokens - 1) // self._block_size
-        hits = self.pool.match(sequence.token_ids, sequence.block_hashes, num_blocks_max=num_blocks_max)
+        hits: list[int] = []
+        if sequence.use_prefix_cache:
+            hits = self.pool.match(
+                sequence.token_ids,
+                sequence.block_hashes,
+                num_blocks_max=self._num_cacheable_tokens(sequence) // self._block_size,
+                salt=sequence.cache_salt or "",
+            )
         num_new = self._num_blocks_for(sequence.num_tokens) - len(hits)
         if num_new + num_reserved > self.pool.num_allocatable(hits):
             return None
         return hits
 
-    def _advance(self, item: ScheduledSequence, step_index: int) -> None:
-        """Count the item's tokens as computed and let the blocks they filled be found."""
-        sequence, start = item.sequence, item.start
-        end = start + item.num_scheduled_tokens
+    def _num_cacheable_tokens(self, sequence: Sequence) -> int:
+        """How many tokens may come from the cache; those after them must be computed, for their logits.
+
+        The last known token's give the next one. Those of the token before a prompt token give the
+        log-probability of that one, where it is still wanted.
+        """
+        num_wanted_from = sequence.num_prompt_logprobs
+        if sequence.sampling.prompt_logprobs is None or num_wanted_from >= sequence.num_prompt_tokens:
+            return sequence.num_tokens - 1
+        return num_wanted_from - 1
+
+    def _commit_item(
+        self, item: ScheduledSequence, tokens: list[SampledToken], step_index: int, now_ns: int
+    ) -> FinishReason | None:
+        """Take in one item's tokens; why the sequence ends by it, if it does."""
+        sequence, num_drafts = item.sequence, item.num_draft_tokens
+        assert bool(tokens) == item.samples
+        assert len(tokens) <= 1 + num_drafts
+        reason: FinishReason | None = None
+        num_kept = 0
+        for token in tokens:
+            sequence.token_ids.append(token.token_id)
+            num_kept += 1
+            reason = self._finish_reason(sequence, token.token_id)
+            if reason is not None:
+                break
+        end = item.start + item.num_scheduled_tokens
+        if num_drafts:
+            # Each token but the last kept is an accepted draft, whose KV is good; the others' is not.
+            end += num_kept - 1 - num_drafts
+            num_blocks = self._num_blocks_for(end)
+            self.pool.release(sequence.block_table[num_blocks:])
+            del sequence.block_table[num_blocks:]
+            sequence.draft_token_ids = []
+        if tokens and sequence.first_token_ns is None:
+            sequence.first_token_ns = now_ns
+        self._advance(sequence, item.start, end, step_index)
+        if sequence.sampling.max_tokens == 0 and end == len(sequence.token_ids):
+            return "length"
+        return reason
+
+    def _advance(self, sequence: Sequence, start: int, end: int, step_index: int) -> None:
+        """Count tokens `start .. end` as computed and let the blocks they filled be found."""
         sequence.num_computed_tokens = end
         num_prompt = len(sequence.prompt_token_ids)
         if start < num_prompt:
@@ -249,28 +330,38 @@ class Scheduler:
                 PrefillChunk(step_index=step_index, start_token=start, num_tokens=num_tokens)
             )
         size = self._block_size
-        if not self.pool.enable_prefix_caching or end // size == start // size:
+        if end // size == start // size or not self.pool.enable_prefix_caching:
             return
-        self.pool.extend_hashes(sequence.token_ids, sequence.block_hashes, end // size)
+        if sequence.prefix_parent is None:
+            return
+        salt = sequence.cache_salt or ""
+        self.pool.extend_hashes(sequence.token_ids, sequence.block_hashes, end // size, salt=salt)
         for index in range(start // size, end // size):
-            token_ids = sequence.token_ids[index * size : (index + 1) * size]
-            self.pool.register(sequence.block_table[index], sequence.block_hashes[index], token_ids)
+            sequence.prefix_parent = self.pool.register(
+                sequence.block_table[index],
+                sequence.block_hashes[index],
+                sequence.token_ids[index * size : (index + 1) * size],
+                sequence.prefix_parent,
+            )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.sampling
-        if token_id in sampling.stop_token_ids:
-            return "stop"
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return "stop"
-        if sequence.num_output_tokens >= sampling.max_tokens:
+        """Why the token just appended ends `sequence`; forced tokens end only with the last."""
+        sampling, num_output = sequence.sampling, sequence.num_output_tokens
+        if sampling.forced_token_ids is None and num_output >= sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                return "stop"
+            if token_id in self._eos_token_ids and not sampling.ignore_eos:
+                return "stop"
+        if num_output >= sampling.max_tokens:
             return "length"
         return None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Put a sequence, already taken off `running`, back at the head of the queue to start over."""
+        """Put a running sequence back in the queue, before all of worse rank, to start over."""
+        self.running.remove(sequence)
         self._free(sequence)
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_rank)
 
     def _remove(self, sequence: Sequence) -> None:
         # A waiting sequence holds no block, a running one always does.
@@ -285,19 +376,8 @@ class Scheduler:
         self.pool.release(sequence.block_table)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
+        sequence.prefix_parent = None
+        sequence.draft_token_ids = []
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _place(
-    sequence: Sequence,
-    num_tokens: int,
-    decodes: list[ScheduledSequence],
-    prefills: list[ScheduledSequence],
-) -> None:
-    """Put the next `num_tokens` of `sequence` with the decodes if they have that shape, else the prefills."""
-    start = sequence.num_computed_tokens
-    samples = start + num_tokens == len(sequence.token_ids)
-    item = ScheduledSequence(sequence, start, num_tokens, samples)
-    (decodes if samples and num_tokens == 1 and start else prefills).append(item)

@@ -2,7 +2,8 @@
 
 Owns: Sequence, ScheduledBatch, SampledToken, RunnerOutput. Refuses to know: torch, text, HTTP, the clock.
 Invariants: `token_ids` is prompt then output and only grows; KV exists for exactly the first
-`num_computed_tokens` tokens; `block_table[i]` holds tokens `i*block_size .. (i+1)*block_size`.
+`num_computed_tokens` tokens; `block_table[i]` holds tokens `i*block_size .. (i+1)*block_size`;
+`draft_token_ids` may be set by the owner of the engine between two steps, of running sequences.
 
 Usage: `sequence = Sequence(request_id="r1", prompt_token_ids=[1, 2], sampling=params, arrived_ns=0)`.
 """
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from firstdiff.tracing.records import PrefillChunk, Sampling
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
     """One request inside the engine. Identity equality: two equal prompts are two sequences."""
 
@@ -30,9 +33,17 @@ class Sequence:
     """Whether cached prefixes of others may be taken; its own blocks can be found by others either way."""
     token_ids: list[int] = field(default_factory=list)
     draft_token_ids: list[int] = field(default_factory=list)
-    """Proposed next tokens, to be checked by the next step; they are no part of `token_ids`."""
+    """Proposed next tokens, to be checked by the next step; they are no part of `token_ids`.
+
+    A step cuts them to what it schedules and leaves none, so each proposal is tried once or dropped.
+    """
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log-probabilities have been given out, or were not wanted."""
+    rank: tuple[int, int] = (0, 0)
+    """Priority, then order of arrival: the lowest is admitted first and preempted last."""
+    prefix_parent: int | str | None = None
+    """While running: what the pool calls the prefix before its next full block, None when its blocks must
+    not be found."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the first full blocks of `token_ids`; they outlive a preemption."""
@@ -66,13 +77,12 @@ class Sequence:
         return self.token_ids[len(self.prompt_token_ids) :]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """Compute tokens `start .. start + num_scheduled_tokens` of `sequence` in this step.
 
     Blocks for all of them are already in `sequence.block_table`. `samples` is true when they reach the last
-    known token, so its logits give the next one. The last `num_draft_tokens` of them are the sequence's
-    drafts, beyond its known tokens; each has logits to check the next by.
+    known token and its logits are wanted, to give the next one. The last `num_draft_tokens` of them are
+    `sequence.draft_token_ids`, all of them, beyond its known tokens; each has logits to check the next by.
     """
 
     sequence: Sequence
@@ -82,9 +92,12 @@ class ScheduledSequence:
     num_draft_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """The work of one step, decodes (one token, samples, start > 0) before prefills."""
+class ScheduledBatch(msgspec.Struct, frozen=True):
+    """The work of one step: decodes, then decodes with drafts, then prefills.
+
+    A decode is one token that continues a context and samples; with drafts it is `1 + num_draft_tokens`
+    tokens, and all of them count as decode tokens. Everything else is prefill.
+    """
 
     step_index: int
     items: list[ScheduledSequence]
@@ -93,8 +106,7 @@ class ScheduledBatch:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """The next token of one sequence. Log-probabilities (natural log) only where the request asked.
 
     They are of the distribution that the request's `logprobs_mode` names. `top_logprobs` is sorted by falling
@@ -103,17 +115,19 @@ class SampledToken:
 
     token_id: int
     logprob: float | None = None
-    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    top_logprobs: list[tuple[int, float]] = []
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerOutput:
+class RunnerOutput(msgspec.Struct, frozen=True):
     """What a step computed: `tokens` has one list an item, in order.
 
     The list is empty where the item does not sample; else it holds one token, and one more for each draft
     that was accepted before it. `prompt_logprobs` has, by index of the item, the entries of the prompt tokens
-    from the sequence's `num_prompt_logprobs` on that this step brought, none missing.
+    from the sequence's `num_prompt_logprobs` on that this step brought, none missing. `failures` says, by
+    index of the item, why a sequence cannot go on: it has no tokens and no prompt log-probabilities, while
+    the rest of the step is whole.
     """
 
     tokens: list[list[SampledToken]]
-    prompt_logprobs: dict[int, list[SampledToken]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[SampledToken]] = {}
+    failures: dict[int, str] = {}

@@ -20,8 +20,10 @@ def cache(pool: BlockPool, token_ids: list[int]) -> list[int]:
     hashes: list[bytes] = []
     pool.extend_hashes(token_ids, hashes, num_blocks)
     blocks = pool.allocate(num_blocks)
+    parent: int | str = ""
     for index, block in enumerate(blocks):
-        pool.register(block, hashes[index], token_ids[index * SIZE : (index + 1) * SIZE])
+        tokens = token_ids[index * SIZE : (index + 1) * SIZE]
+        parent = pool.register(block, hashes[index], tokens, parent)
     return blocks
 
 

@@ -207,7 +207,7 @@ def test_an_interrupt_is_not_a_failed_batch() -> None:
         ([], 1, "expected a prompt of at least 1 token, got none"),
         ([5, -1], 1, r"expected prompt token ids in 0\.\.2147483647, got -1\.\.5"),
         ([1 << 70], 1, "expected prompt token ids in"),
-        ([5], 0, "expected max_tokens of at least 1, got 0"),
+        ([5], -1, "expected max_tokens of 0 or more, got -1"),
         ([5], 64, "expected prompt and max_tokens within 64 tokens"),
         ([5] * 41, 1, "expected a request of at most 10 KV blocks"),
     ],
