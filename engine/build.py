@@ -25,7 +25,8 @@ from firstdiff.engine.batch import build_batch
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import Emit, LLMEngine
 from firstdiff.engine.faults import check_faults, wrap_prepare, wrap_runner
-from firstdiff.engine.model import Decoder, ModelConfig
+from firstdiff.engine.model import Decoder
+from firstdiff.engine.model_config import ModelConfig
 from firstdiff.engine.model_store import ModelFolder, resolve
 from firstdiff.engine.runner import ModelRunner
 from firstdiff.engine.weights import load_weights
@@ -67,7 +68,7 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
     prepare = partial(build_batch, block_size=config.block_size)
     runner = ModelRunner(
         decoder,
-        CpuAttention(cache),
+        CpuAttention(cache, decoder.attention_rules),
         wrap_prepare(prepare, config.faults, num_blocks=shape.num_blocks),
     )
     engine = LLMEngine(

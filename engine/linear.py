@@ -1,7 +1,7 @@
 """A matrix product with fixed weights, in the fastest form this machine has.
 
 Owns: the choice between plain and packed weights. Refuses to know: what the layer means.
-Invariants: `Linear(w)(x)` equals `x @ w.T` up to rounding, whichever form is used (tests/parity).
+Invariants: `Linear(w, b)(x)` equals `x @ w.T + b` up to rounding, whichever form is used (tests/parity).
 
 oneDNN can lay a bf16 weight out once for its kernels, which saves a third of the time of small batches. The
 operators for that are private to torch, so their absence falls back to plain. fp32 stays plain: it is the
@@ -32,16 +32,17 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """`weight` [out, in] without a bias; call with x [N, in] for [N, out]."""
+    """`weight` [out, in] and `bias` [out] or none; call with x [N, in] for [N, out]."""
 
-    def __init__(self, weight: torch.Tensor, *, pack: bool = True) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = True) -> None:
         self.packed = pack and can_pack(weight.dtype)
         self._weight = weight
+        self._bias = bias
         if self.packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y
-        return F.linear(x, self._weight)
+        return F.linear(x, self._weight, self._bias)

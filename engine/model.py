@@ -1,8 +1,8 @@
-"""The decoder: Llama-family layers over ragged rows.
+"""The decoder: pre-norm layers over ragged rows.
 
-Owns: the arithmetic of one forward pass and the model's shape. Refuses to know: sequences, blocks,
-sampling, where weights came from. Invariants: rows never mix except inside attention; hidden states and
-logits are made of the sampled rows only, logits in fp32.
+Owns: the arithmetic of one forward pass. Refuses to know: model families (model_config.py makes data of
+their differences), sequences, blocks, sampling, where weights came from. Invariants: rows never mix except
+inside attention; hidden states and logits are made of the sampled rows only, logits in fp32.
 
 Letters: N rows of the batch, S sampled rows, H query heads, Hkv KV heads, D head dim, E hidden, V vocab.
 
@@ -11,87 +11,41 @@ Usage: `decoder = Decoder(config, weights); logits = decoder.logits(decoder.forw
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from firstdiff.engine.attention import AttentionBackend
+from firstdiff.engine.attention import AttentionBackend, AttentionRules
 from firstdiff.engine.batch import Batch
 from firstdiff.engine.linear import Linear
+from firstdiff.engine.model_config import ModelConfig, Rope
 
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a Llama-family decoder, in Hugging Face's terms."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_model_len: int
-    tie_word_embeddings: bool
-    eos_token_ids: frozenset[int]
-
-    @classmethod
-    def load(cls, folder: Path) -> ModelConfig:
-        """Read config.json and generation_config.json; ValueError on anything that is not computed here."""
-        raw = json.loads((folder / "config.json").read_text())
-        _refuse_unlike_llama(raw, folder)
-        generation_file = folder / "generation_config.json"
-        generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
-        eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-        rope = raw.get("rope_parameters") or {}
-        return cls(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            intermediate_size=raw["intermediate_size"],
-            rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
-            max_model_len=raw["max_position_embeddings"],
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            eos_token_ids=frozenset([] if eos is None else eos if isinstance(eos, list) else [eos]),
-        )
-
-
-def _refuse_unlike_llama(raw: dict[str, Any], folder: Path) -> None:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    expected: dict[str, tuple[object, object]] = {
-        "model_type": (raw.get("model_type"), "llama"),
-        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(raw.get("attention_bias", False)), False),
-        "mlp_bias": (bool(raw.get("mlp_bias", False)), False),
-        "rope type": (rope_type, "default"),
-        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
-    }
-    for name, (got, want) in expected.items():
-        if got != want:
-            raise ValueError(f"expected {name} {want!r} in {folder / 'config.json'}, got {got!r}")
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; `qkv` and `gate_up` are merged so that a step makes four products a layer, not seven."""
+    """One layer; `qkv` and `gate_up` are merged so that a step makes four products a layer, not seven.
+
+    Norms' weights are what the normed values are multiplied by; in fp32 where that must not be rounded.
+    """
 
     input_norm: torch.Tensor  # [E]
     qkv: Linear  # E -> (H + 2 Hkv) * D
+    qk_norm: torch.Tensor | None  # [H + Hkv, D] fp32, each head of q and k by itself
     output: Linear  # H * D -> E
-    post_norm: torch.Tensor  # [E]
+    attended_norm: torch.Tensor | None  # [E], of what attention adds
+    mlp_norm: torch.Tensor  # [E], of what the MLP reads
     gate_up: Linear  # E -> 2 F
     down: Linear  # F -> E
+    mlp_added_norm: torch.Tensor | None  # [E], of what the MLP adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,54 +61,82 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
+        self.attention_rules = AttentionRules(
+            config.attention_scale, tuple(layer.window for layer in config.layers)
+        )
         self._weights = weights
         self.dtype = weights.embedding.dtype
-        self._cos, self._sin = rope_table(config, self.dtype)
+        self._activation = ACTIVATIONS[config.activation]
+        self._ropes = [rope_table(config, rope, self.dtype) for rope in config.ropes]
+        self._embedding_scale = (
+            None if config.embedding_scale is None else torch.tensor(config.embedding_scale, dtype=self.dtype)
+        )
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         """Final hidden states [S, E] of the sampled rows; writes the KV of every row through `attention`."""
+        assert attention.rules == self.attention_rules, "attention that computes another model's scores"
         weights, eps = self._weights, self.config.rms_norm_eps
-        cos, sin = self._cos[batch.positions][:, None], self._sin[batch.positions][:, None]  # [N, 1, D]
+        turns = [(cos[batch.positions][:, None], sin[batch.positions][:, None]) for cos, sin in self._ropes]
         residual = weights.embedding[batch.input_ids]  # [N, E]
+        if self._embedding_scale is not None:
+            residual = residual * self._embedding_scale
         attention.plan(batch)
         for index, layer in enumerate(weights.layers):
-            x = rms_norm(residual, layer.input_norm, eps)
-            residual = residual + layer.output(self._attend(layer.qkv(x), cos, sin, attention, index))
-            x = rms_norm(residual, layer.post_norm, eps)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            residual = residual + layer.down(F.silu(gate) * up)
+            cos, sin = turns[self.config.layers[index].rope]  # [N, 1, D]
+            x = layer.qkv(rms_norm(residual, layer.input_norm, eps))
+            x = layer.output(self._attend(x, layer.qk_norm, cos, sin, attention, index))
+            if layer.attended_norm is not None:
+                x = rms_norm(x, layer.attended_norm, eps)
+            residual = residual + x
+            gate, up = layer.gate_up(rms_norm(residual, layer.mlp_norm, eps)).chunk(2, dim=-1)
+            x = layer.down(self._activation(gate) * up)
+            if layer.mlp_added_norm is not None:
+                x = rms_norm(x, layer.mlp_added_norm, eps)
+            residual = residual + x
         return rms_norm(residual[batch.sampled_rows], weights.final_norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] fp32 of final hidden states [S, E]."""
-        return self._weights.head(hidden).float()
+        logits = self._weights.head(hidden).float()
+        if (cap := self.config.final_softcap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def _attend(
         self,
         qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         attention: AttentionBackend,
         index: int,
     ) -> torch.Tensor:
-        """Rotate and attend: qkv [N, (H + 2 Hkv) * D] -> [N, H * D]."""
+        """Norm, rotate and attend: qkv [N, (H + 2 Hkv) * D] -> [N, H * D]."""
         config = self.config
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
-        rotated = rotate(heads[:, :num_rotated], cos, sin)
+        rotated = heads[:, :num_rotated]
+        if qk_norm is not None:
+            rotated = rms_norm(rotated, qk_norm, config.rms_norm_eps)
+        rotated = rotate(rotated, cos, sin)
         q, k = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
         return attention.forward(q, k, heads[:, num_rotated:], index)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [N, E] scaled to unit mean square, computed in fp32, then `weight` (arXiv 1910.07467, eq. 4)."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """x [..., D] scaled to unit mean square, computed in fp32, then `weight` (arXiv 1910.07467, eq. 4).
+
+    A weight in fp32 is applied before the one rounding to x's dtype. `weight` is [D], or [heads, D].
+    """
+    if weight.dtype == x.dtype and weight.dim() == 1:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
 
 
-def rope_table(config: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(config: ModelConfig, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [max_model_len, D], halves repeated as `rotate` wants them; angles in fp32."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
+    frequencies = scale_frequencies(1.0 / (rope.theta**exponents), rope)
     # One row more than positions that exist: a defect that shifts positions must not crash, but mislead.
     angles = torch.arange(config.max_model_len + 1).float()[:, None] * frequencies  # [T, D / 2]
     angles = torch.cat((angles, angles), dim=-1)
@@ -162,6 +144,22 @@ def rope_table(config: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, t
     sin = angles.sin()
     sin[:, : config.head_dim // 2].neg_()
     return angles.cos().to(dtype), sin.to(dtype)
+
+
+def scale_frequencies(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Frequencies [D / 2] for contexts longer than those of the first training.
+
+    `linear` divides all by the factor. `llama3` keeps what turns often within the first training's context,
+    divides what turns seldom, and blends in between (Llama 3.1's `apply_scaling`).
+    """
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    turns = rope.original_max_position * frequencies / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from firstdiff.engine.linear import Linear
-from firstdiff.engine.model import DecoderWeights, LayerWeights, ModelConfig
+from firstdiff.engine.model import DecoderWeights, LayerWeights
+from firstdiff.engine.model_config import ModelConfig
 
 
 def load_weights(
@@ -53,6 +54,11 @@ class _Taker:
             raise ValueError(f"expected {name} of shape {shape} in {self._folder}, got {tuple(tensor.shape)}")
         return tensor.to(self._dtype)
 
+    def take_norm(self, name: str, size: int, offset: float) -> torch.Tensor:
+        """What a norm multiplies by; in fp32 where something is added to the stored weight."""
+        weight = self.take(name, size)
+        return weight.float() + offset if offset else weight
+
     def drop(self, name: str) -> None:
         self._tensors.pop(name, None)
 
@@ -61,7 +67,7 @@ class _Taker:
         left = sorted(name for name in self._tensors if not name.endswith("rotary_emb.inv_freq"))
         if left:
             raise ValueError(
-                f"expected a plain Llama checkpoint in {self._folder}, got {len(left)} tensors "
+                f"expected a checkpoint of the config in {self._folder}, got {len(left)} tensors "
                 f"that this decoder does not compute, the first {left[0]}"
             )
 
@@ -70,7 +76,7 @@ def _decoder_weights(taker: _Taker, config: ModelConfig, *, pack: bool) -> Decod
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = taker.take("model.embed_tokens.weight", vocab, hidden)
     layers = [_layer_weights(taker, config, index, pack=pack) for index in range(config.num_layers)]
-    final_norm = taker.take("model.norm.weight", hidden)
+    final_norm = taker.take_norm("model.norm.weight", hidden, config.norm_offset)
     if config.tie_word_embeddings:
         taker.drop("lm_head.weight")
         head = embedding
@@ -84,24 +90,38 @@ def _decoder_weights(taker: _Taker, config: ModelConfig, *, pack: bool) -> Decod
 def _layer_weights(taker: _Taker, config: ModelConfig, index: int, *, pack: bool) -> LayerWeights:
     prefix, hidden, inner = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = torch.cat(
-        [
-            taker.take(f"{prefix}.self_attn.q_proj.weight", q_size, hidden),
-            taker.take(f"{prefix}.self_attn.k_proj.weight", kv_size, hidden),
-            taker.take(f"{prefix}.self_attn.v_proj.weight", kv_size, hidden),
-        ]
-    )
-    gate_up = torch.cat(
-        [
-            taker.take(f"{prefix}.mlp.gate_proj.weight", inner, hidden),
-            taker.take(f"{prefix}.mlp.up_proj.weight", inner, hidden),
-        ]
-    )
+
+    def norm(name: str) -> torch.Tensor:
+        return taker.take_norm(f"{prefix}.{name}.weight", hidden, config.norm_offset)
+
+    def linear(parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+        """The parts (name -> outputs), one below the other."""
+        names = [(f"{prefix}.{name}", size) for name, size in parts.items()]
+        weight = torch.cat([taker.take(f"{name}.weight", size, num_inputs) for name, size in names])
+        bias = torch.cat([taker.take(f"{name}.bias", size) for name, size in names]) if has_bias else None
+        return Linear(weight, bias, pack=pack)
+
+    qkv = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    sandwich = config.sandwich_norms
     return LayerWeights(
-        input_norm=taker.take(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=Linear(qkv, pack=pack),
-        output=Linear(taker.take(f"{prefix}.self_attn.o_proj.weight", hidden, q_size), pack=pack),
-        post_norm=taker.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=Linear(gate_up, pack=pack),
-        down=Linear(taker.take(f"{prefix}.mlp.down_proj.weight", hidden, inner), pack=pack),
+        input_norm=norm("input_layernorm"),
+        qkv=linear(qkv, hidden, config.qkv_bias),
+        qk_norm=_qk_norm(taker, config, prefix) if config.qk_norm else None,
+        output=linear({"self_attn.o_proj": hidden}, q_size, config.output_bias),
+        # Hugging Face gives the name of the MLP's norm in Llama to that of attention's output in Gemma.
+        attended_norm=norm("post_attention_layernorm") if sandwich else None,
+        mlp_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
+        gate_up=linear(gate_up, hidden, config.mlp_bias),
+        down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
+        mlp_added_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
+
+
+def _qk_norm(taker: _Taker, config: ModelConfig, prefix: str) -> torch.Tensor:
+    """[H + Hkv, D] fp32: the q norm's weight for each query head, then the k norm's for each KV head."""
+    q, k = (
+        taker.take_norm(f"{prefix}.self_attn.{name}.weight", config.head_dim, config.norm_offset).float()
+        for name in ("q_norm", "k_norm")
+    )
+    return torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])

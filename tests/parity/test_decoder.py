@@ -15,7 +15,7 @@ from tiny_llama import HandFed, make_cache, make_decoder, make_reference, refere
 from firstdiff.engine.attention import TorchAttention
 from firstdiff.engine.attention_cpu import CpuAttention
 from firstdiff.engine.linear import Linear, can_pack
-from firstdiff.engine.model import ModelConfig
+from firstdiff.engine.model_config import ModelConfig
 from firstdiff.engine.weights import load_weights
 
 TOLERANCE = 1e-4
@@ -116,7 +116,7 @@ def test_fp32_weights_are_never_packed():
     [
         ({"model_type": "gpt2"}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type"),
     ],
 )

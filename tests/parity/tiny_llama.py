@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from firstdiff.engine.attention import AttentionBackend, KVCache
 from firstdiff.engine.batch import build_batch
-from firstdiff.engine.model import Decoder, ModelConfig
+from firstdiff.engine.model import Decoder
+from firstdiff.engine.model_config import ModelConfig
 from firstdiff.engine.sequence import ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.engine.weights import load_weights
 from firstdiff.tracing.records import Sampling
