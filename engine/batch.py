@@ -3,7 +3,9 @@
 Owns: turning scheduled sequences into ids, positions, slots and block tables. Refuses to know: layers,
 sampling, why these sequences were chosen. Invariants: rows are in schedule order, decodes first, then the
 prefill chunks one after another; `slot = block * block_size + offset` is where a row's KV is written;
-every block table covers the whole context of its sequence, the new tokens included.
+every block table covers the whole context of its sequence, the new tokens included; the rows whose logits
+are wanted come in two runs, each in schedule order: those that tokens are chosen by, then those that score
+prompt tokens.
 
 Usage: `batch = build_batch(scheduled, block_size=16)`.
 """
@@ -29,7 +31,10 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """N rows: B decode rows, then the rows of the prefill spans; S of all rows are sampled."""
+    """N rows: B decode rows, then the rows of the spans, prefills or drafts; S rows have their logits taken.
+
+    `sampled_rows` has `num_sampled_rows` rows for each item, then a row for each of its `prompt_targets`.
+    """
 
     input_ids: torch.Tensor  # [N] int64
     positions: torch.Tensor  # [N] int64
@@ -50,6 +55,7 @@ def build_batch(scheduled: ScheduledBatch, *, block_size: int) -> Batch:
     positions: list[int] = []
     slots: list[int] = []
     sampled_rows: list[int] = []
+    scoring_rows: list[int] = []
     context_lens: list[int] = []
     block_tables: list[list[int]] = []
     prefills: list[PrefillSpan] = []
@@ -58,6 +64,8 @@ def build_batch(scheduled: ScheduledBatch, *, block_size: int) -> Batch:
         end = start + item.num_scheduled_tokens
         num_blocks = -(-end // block_size)
         input_ids.extend(item.sequence.token_ids[start:end])
+        if item.num_draft_tokens:
+            input_ids.extend(item.sequence.draft_token_ids[: item.num_draft_tokens])
         positions.extend(range(start, end))
         slots.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
         if is_decode(item) and not prefills:
@@ -65,13 +73,14 @@ def build_batch(scheduled: ScheduledBatch, *, block_size: int) -> Batch:
             block_tables.append(table[:num_blocks])
         else:
             prefills.append(PrefillSpan(row, end - start, start, torch.tensor(table[:num_blocks])))
-        if item.samples:
-            sampled_rows.append(len(input_ids) - 1)
+        assert len(input_ids) == row + end - start
+        sampled_rows.extend(range(len(input_ids) - num_sampled_rows(item), len(input_ids)))
+        scoring_rows.extend(row + target - 1 - start for target in prompt_targets(item))
     return Batch(
         input_ids=torch.tensor(input_ids),
         positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
-        sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64),
+        sampled_rows=torch.tensor(sampled_rows + scoring_rows, dtype=torch.int64),
         context_lens=context_lens,
         block_tables=block_tables,
         prefills=prefills,
@@ -81,3 +90,23 @@ def build_batch(scheduled: ScheduledBatch, *, block_size: int) -> Batch:
 def is_decode(item: ScheduledSequence) -> bool:
     """One token that continues a context and is sampled from."""
     return item.num_scheduled_tokens == 1 and item.samples and item.start > 0
+
+
+def num_sampled_rows(item: ScheduledSequence) -> int:
+    """How many places of the item a token may be chosen at: one, and one more after each draft."""
+    return item.num_draft_tokens + 1 if item.samples else 0
+
+
+def prompt_targets(item: ScheduledSequence) -> range:
+    """Indexes of the prompt tokens whose log-probabilities this item brings.
+
+    The logits after token p - 1 score token p. What has been given out before is left out.
+    """
+    sequence = item.sequence
+    if sequence.sampling.prompt_logprobs is None:
+        return range(0)
+    end = min(item.start + item.num_scheduled_tokens + 1, sequence.num_prompt_tokens)
+    targets = range(sequence.num_prompt_logprobs, end)
+    # A gap here would shift every later entry by as much.
+    assert not targets or item.start < targets.start
+    return targets

@@ -29,6 +29,7 @@ from firstdiff.engine.model import Decoder
 from firstdiff.engine.model_config import ModelConfig
 from firstdiff.engine.model_store import ModelFolder, resolve
 from firstdiff.engine.runner import ModelRunner
+from firstdiff.engine.structure import Structures
 from firstdiff.engine.weights import load_weights
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import Identity
@@ -70,6 +71,10 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
         decoder,
         CpuAttention(cache, decoder.attention_rules),
         wrap_prepare(prepare, config.faults, num_blocks=shape.num_blocks),
+        eos_token_ids=model.eos_token_ids,
+        structures=Structures(
+            folder.path / "tokenizer.json", vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        ),
     )
     engine = LLMEngine(
         config,
