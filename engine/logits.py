@@ -138,36 +138,41 @@ def kept_token_ids(scaled: Floats, *, top_k: int, top_p: float, min_p: float = 0
     keeps the shortest prefix, by falling probability, whose mass among what is left reaches `top_p`, so at
     least one token. Equal logits are ordered by id. Removed tokens (-inf) are never kept.
     """
-    # Each rule keeps a prefix of one order, so the first two are a count.
     best = scaled.max()
-    floor = best + math.log(min_p) if min_p > 0 else -np.inf
-    candidates = np.flatnonzero(scaled >= floor if min_p > 0 else scaled > floor)
-    if 0 < top_k < len(candidates):
-        candidates = _likeliest(scaled, candidates, top_k)
-        candidates.sort()
+    floor = best + math.log(min_p) if min_p > 0 else np.finfo(np.float64).min
+    is_left = scaled >= floor
+    num_left = int(np.count_nonzero(is_left))
+    # Both rules keep a prefix of the order by falling probability: the shorter one counts.
+    candidates = _likeliest(scaled, top_k) if 0 < top_k < num_left else np.flatnonzero(is_left)
     if top_p >= 1.0:
         return candidates
     values = scaled[candidates]
     total = np.exp(values - best).sum()
     # Nearly all mass usually sits near the best token: sort that, and more only when it does not reach top_p.
-    near = values >= best - NEAR_NATS
-    for ids in (candidates[near], candidates):
-        order = _likeliest(scaled, ids, len(ids))
-        weights = np.exp(scaled[order] - best)
+    for near in (values >= best - NEAR_NATS, values >= floor):
+        falling = np.sort(values[near])[::-1]
+        weights = np.exp(falling - best)
         mass_before = (np.cumsum(weights) - weights) / total
         reached = np.flatnonzero(mass_before >= top_p)
         if len(reached):
-            return np.sort(order[: reached[0]])
+            count = max(int(reached[0]), 1)
+            return _first(candidates, values, count, falling[count - 1])
     return candidates
 
 
-def _likeliest(scaled: Floats, candidates: Ids, count: int) -> Ids:
-    """The `count` ids of largest `scaled` among `candidates` (rising), by falling value, equal ones by id."""
-    values = scaled[candidates]
-    if count < len(candidates):
-        at_least = values >= np.partition(values, -count)[-count]
-        candidates, values = candidates[at_least], values[at_least]
-    return candidates[np.argsort(-values, kind="stable")[:count]]
+def _first(ids: Ids, values: Floats, count: int, last: float) -> Ids:
+    """The `count` of `ids` (rising) of largest `values`, the least of which is `last`; equal ones by id."""
+    above = values > last
+    num_tied = count - int(np.count_nonzero(above))
+    above[np.flatnonzero(values == last)[:num_tied]] = True
+    return ids[above]
+
+
+def _likeliest(scaled: Floats, count: int) -> Ids:
+    """The `count` ids of largest `scaled`, rising; equal ones by id."""
+    last = np.partition(scaled, -count)[-count]
+    ids = np.flatnonzero(scaled >= last)
+    return _first(ids, scaled[ids], count, last)
 
 
 def _in_vocabulary(token_ids: list[int], vocab_size: int, where: str) -> Ids:

@@ -18,22 +18,23 @@ import torch
 from numpy.typing import NDArray
 
 from firstdiff.engine.logits import Floats, Ids, Place, adjust, is_adjusted, kept_token_ids
-from firstdiff.engine.rng import gumbel_noise, uniforms
+from firstdiff.engine.rng import all_uniforms, gumbel_noise
 from firstdiff.engine.sequence import SampledToken
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 LOGPROB_MIN = -9999.0
 """Reported in place of -inf, which JSON has not: the forced token was removed (vLLM reports the same)."""
+NUM_DRAWN_DIRECTLY = 2048
 NEAR_NATS = 6.0
-"""Sampling first draws noise for the tokens this close to the best."""
+"""Sampling from more tokens first draws noise for those this close to the best."""
 NOISE_MAX = 23.0
 """No Gumbel noise of rng.py is larger: its largest uniform is 1 - 2^-33, so 33 ln 2 = 22.9."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token, and what it was chosen among: `kept` ids (None for all) by logits `scaled` (None as given)."""
+    """A token, and what it was chosen among: `kept` ids (None for all) of logits `scaled` (None as given)."""
 
     token_id: int
     scaled: Floats | None = None
@@ -70,7 +71,8 @@ def choose(
     token_id = best_id
     if sampling.temperature >= GREEDY_BELOW:
         scaled = (logits.astype(np.float64) if scaled is None else scaled) / sampling.temperature
-        kept = kept_token_ids(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+            kept = kept_token_ids(scaled, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         if sampling.forced_token_ids is None:
             token_id = gumbel_argmax(scaled, kept, sampling.seed, place.position)
     if sampling.forced_token_ids is not None:
@@ -80,30 +82,37 @@ def choose(
     return Choice(token_id, scaled, kept)
 
 
-def gumbel_argmax(scaled: Floats, kept: Ids, seed: int, position: int) -> int:
+def gumbel_argmax(scaled: Floats, kept: Ids | None, seed: int, position: int) -> int:
     """One seeded sample from `scaled` [V]: argmax of logits plus Gumbel noise over the `kept` ids (rising).
 
-    Noise is drawn where it can decide. The tokens near the best give a score to beat; of the others only
-    those whose noise can be large enough are looked at, which their uniform tells without a logarithm.
+    Noise is drawn where it can decide. The tokens near the best give a score to beat; the others need noise
+    so large for it that their uniforms, without a logarithm, rule nearly all of them out.
     """
-    values = scaled[kept]
-    near = values >= values.max() - NEAR_NATS
-    ids = kept[near]
-    scores = values[near] + gumbel_noise(seed, position, ids)
-    winner = int(scores.argmax())
-    if len(ids) == len(kept):
-        return int(ids[winner])
-    far = kept[~near & (values >= scores[winner] - NOISE_MAX)]
-    needed = scores[winner] - (values.max() - NEAR_NATS)
+    if kept is not None:
+        if len(kept) <= NUM_DRAWN_DIRECTLY:
+            return int(kept[np.argmax(scaled[kept] + gumbel_noise(seed, position, kept))])
+        values, scaled = scaled[kept], np.full_like(scaled, -np.inf)
+        scaled[kept] = values
+    floor = scaled.max() - NEAR_NATS
+    near = np.flatnonzero(scaled >= floor)
+    if 8 * len(near) > len(scaled):
+        return _best_with_noise(scaled, np.arange(len(scaled)), seed, position)[0]
+    near_id, score = _best_with_noise(scaled, near, seed, position)
+    if np.count_nonzero(scaled >= score - NOISE_MAX) <= len(near):
+        return near_id
     # u = exp(-exp(-g)); the slack is far above rounding and far below what would cost time.
-    rivals = far[uniforms(seed, position, far) >= math.exp(-math.exp(-needed)) - 1e-9] if len(far) else far
-    if len(rivals):
-        rival_scores = scaled[rivals] + gumbel_noise(seed, position, rivals)
-        rival = int(rival_scores.argmax())
-        rank = (rival_scores[rival], -rivals[rival])
-        if rank > (scores[winner], -ids[winner]):
-            return int(rivals[rival])
-    return int(ids[winner])
+    needed = math.exp(-math.exp(floor - score)) - 1e-9
+    rivals = np.flatnonzero(all_uniforms(seed, position, len(scaled)) >= needed)
+    if not len(rivals):
+        return near_id
+    rival_id, rival_score = _best_with_noise(scaled, rivals, seed, position)
+    return rival_id if (rival_score, -rival_id) > (score, -near_id) else near_id
+
+
+def _best_with_noise(scaled: Floats, ids: Ids, seed: int, position: int) -> tuple[int, float]:
+    scores = scaled[ids] + gumbel_noise(seed, position, ids)
+    best = int(scores.argmax())
+    return int(ids[best]), float(scores[best])
 
 
 def report(
@@ -141,13 +150,12 @@ def raw_logprobs(logits: torch.Tensor, token_ids: list[int], counts: list[int]) 
     own = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
     if any(map(math.isnan, own)):
         raise FloatingPointError("expected finite logits, got NaN or infinity")
-    widest = min(max(counts), logits.shape[-1])
-    top = torch.topk(logprobs, k=widest, dim=-1) if widest else None
+    # One more than wanted shows whether the last one wanted is tied.
+    top = torch.topk(logprobs, k=min(max(counts) + 1, logits.shape[-1]), dim=-1) if any(counts) else None
+    ids, values = (top.indices.tolist(), top.values.tolist()) if top is not None else ([], [])
     tokens = []
     for row, (token_id, value, count) in enumerate(zip(token_ids, own, counts, strict=True)):
-        entries: list[tuple[int, float]] = []
-        if top is not None and count:
-            entries = _likeliest_entries(logprobs[row], top.indices[row], top.values[row], count)
+        entries = _likeliest_entries(logprobs[row], ids[row], values[row], count) if count else []
         tokens.append(_with_own(token_id, value, entries))
     return tokens
 
@@ -170,19 +178,18 @@ def processed_logprobs(logits: NDArray[np.float32], choice: Choice, count: int) 
 
 
 def _likeliest_entries(
-    logprobs: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, count: int
+    logprobs: torch.Tensor, ids: list[int], values: list[float], count: int
 ) -> list[tuple[int, float]]:
     """The `count` likeliest of `logprobs` [V], equal ones by rising id; `ids`, `values` are torch's top-k.
 
     Which of equal values topk takes is not specified, so ties are settled here.
     """
-    entries = list(zip(ids.tolist(), values.tolist(), strict=True))[:count]
-    last = entries[-1][1]
-    if torch.count_nonzero(logprobs >= last) > len(entries):
+    entries = list(zip(ids, values, strict=True))
+    if count < len(entries) and values[count] == values[count - 1]:
+        last = values[count - 1]
         tied = (logprobs == last).nonzero()[:, 0].tolist()
-        above = [entry for entry in entries if entry[1] > last]
-        entries = above + [(token_id, last) for token_id in tied[: count - len(above)]]
-    return sorted(entries, key=lambda entry: (-entry[1], entry[0]))
+        entries = [entry for entry in entries if entry[1] > last] + [(token_id, last) for token_id in tied]
+    return sorted(entries, key=lambda entry: (-entry[1], entry[0]))[:count]
 
 
 def _with_own(token_id: int, value: float, entries: list[tuple[int, float]]) -> SampledToken:

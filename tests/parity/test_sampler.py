@@ -49,8 +49,9 @@ def test_the_sample_is_the_argmax_over_all_noise(seed, spread, decimals, num_kep
     rng = np.random.default_rng(seed)
     scaled = np.round(rng.normal(0, 1, 3000) * spread, decimals)
     kept = np.sort(rng.choice(3000, num_kept, replace=False))
-    expected = kept[np.argmax(scaled[kept] + gumbel_noise(seed, position, kept))]
-    assert gumbel_argmax(scaled, kept, seed, position) == expected
+    scores = scaled + gumbel_noise(seed, position, np.arange(3000))
+    assert gumbel_argmax(scaled, kept, seed, position) == kept[np.argmax(scores[kept])]
+    assert gumbel_argmax(scaled, None, seed, position) == np.argmax(scores)
 
 
 @pytest.mark.parametrize(
