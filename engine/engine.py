@@ -4,7 +4,7 @@ Owns: the order of a step (schedule, execute, commit, emit) and the rows that it
 HTTP, text, torch, who reads the rows. Invariants: every request that `add` took ends with exactly one
 EngineRequestRow, after all its TokenRows; a StepRow closes each step that had work; all tokens of a step
 carry the stamp of the moment the runner gave them back; a runner that raises fails the sequences of that
-batch only.
+batch only, and one that says which items failed fails those only.
 
 Usage: `engine.add(request)`, then `while engine.has_work: engine.step()`.
 """
@@ -178,7 +178,11 @@ class LLMEngine:
             prompt_rows = _prompt_rows(batch, output)
             finished = scheduler.commit(batch, output, executed_ns)
             rows = _token_rows(batch, output, executed_ns)
-            ended = [_request_row(sequence, reason, executed_ns, error=None) for sequence, reason in finished]
+            errors = {batch.items[index].sequence: why for index, why in output.failures.items()}
+            ended = [
+                _request_row(sequence, reason, executed_ns, error=errors.get(sequence))
+                for sequence, reason in finished
+            ]
         for row in (*prompt_rows, *rows, *ended):
             self._emit(row)
         self._emit(
@@ -216,7 +220,7 @@ class LLMEngine:
 def _check_output(batch: ScheduledBatch, output: RunnerOutput) -> None:
     """ValueError unless `output` has what each item asked for and no more."""
     items, tokens = batch.items, output.tokens
-    expected = [item.samples for item in items]
+    expected = [item.samples and index not in output.failures for index, item in enumerate(items)]
     got = [bool(answer) for answer in tokens]
     if expected != got:
         raise ValueError(
@@ -229,7 +233,7 @@ def _check_output(batch: ScheduledBatch, output: RunnerOutput) -> None:
             drafts = item.sequence.draft_token_ids
             if len(accepted) > item.num_draft_tokens or accepted != drafts[: len(accepted)]:
                 raise ValueError(f"expected accepted drafts of {drafts} at item {index}, got {accepted}")
-        if item.sequence.sampling.prompt_logprobs is not None:
+        if item.sequence.sampling.prompt_logprobs is not None and index not in output.failures:
             num_prompt_logprobs = _num_prompt_logprobs(item)
             entries = output.prompt_logprobs.get(index, [])
             if len(entries) != num_prompt_logprobs or any(entry.logprob is None for entry in entries):

@@ -66,7 +66,9 @@ def uniforms(
     # Four neighbouring ids share one counter. Where most ids are asked for, each counter is computed once.
     if 2 * len(blocks) > num_blocks:
         return all_uniforms(seed, position, 4 * num_blocks, stream=stream)[token_ids]
-    return _uniforms(seed, position, blocks.astype(np.uint64), stream)[np.arange(len(blocks)), token_ids & 3]
+    drawn = _uniforms(seed, position, blocks.astype(np.uint64), stream)
+    picked: NDArray[np.float64] = drawn[np.arange(len(blocks)), token_ids & 3]
+    return picked
 
 
 def all_uniforms(

@@ -129,13 +129,16 @@ class Scheduler:
         """Take in what the runner computed; the sequences that ended by it, in batch order, blocks freed.
 
         Of the tokens of an item those after the one that ends its sequence are dropped. `now_ns` stamps them.
+        An item that failed ends with "error", and nothing of it is cached.
         """
         assert batch is self._in_flight
         assert len(output.tokens) == len(batch.items)
         self._in_flight = None
         finished: Finished = []
-        for item, tokens in zip(batch.items, output.tokens, strict=True):
-            reason = self._commit_item(item, tokens, batch.step_index, now_ns)
+        for index, (item, tokens) in enumerate(zip(batch.items, output.tokens, strict=True)):
+            reason: FinishReason | None = "error"
+            if index not in output.failures:
+                reason = self._commit_item(item, tokens, batch.step_index, now_ns)
             if reason is not None:
                 self._remove(item.sequence)
                 finished.append((item.sequence, reason))
