@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from firstdiff.tracing.records import LogprobsMode
+
 Dtype = Literal["fp32", "bf16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -22,7 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 2 GiB.
     `max_model_len` 0 means: what the model's config says. `max_num_waiting` requests may wait
     beyond the running ones (429 then). `scheduling_policy` fcfs takes requests as they arrive,
-    priority those of the lowest `priority` first.
+    priority those of the lowest `priority` first. `logprobs_mode` is of requests that name none.
     `seed` makes the seeds drawn for requests that name none repeat from start to start, in the order the
     requests come; None draws them from the system. `faults` are names from `engine/faults.py`, empty in
     every healthy engine.
@@ -39,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     seed: int | None = None
     faults: tuple[str, ...] = ()
 
@@ -63,6 +66,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expected --dtype fp32 or bf16, got {self.dtype!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ValueError(f"expected --scheduling-policy fcfs or priority, got {self.scheduling_policy!r}")
+        if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ValueError(
+                f"expected --logprobs-mode raw_logprobs or processed_logprobs, got {self.logprobs_mode!r}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"expected --max-num-batched-tokens >= --max-num-seqs ({self.max_num_seqs}), "

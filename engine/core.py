@@ -31,8 +31,10 @@ from firstdiff.engine.messages import (
     CoreFailed,
     EngineRow,
     FromCore,
+    PrefixCacheReset,
     Ready,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StartFailed,
     StepOutput,
@@ -135,9 +137,12 @@ class CoreLoop:
                 engine.step()
                 self._flush()
 
-    def _obey(self, engine: LLMEngine, command: Add | Abort) -> None:
+    def _obey(self, engine: LLMEngine, command: Add | Abort | ResetPrefixCache) -> None:
         if isinstance(command, Abort):
             engine.abort(command.request_id, reason=command.reason)
+            return
+        if isinstance(command, ResetPrefixCache):
+            self._channel.send(PrefixCacheReset(num_blocks=engine.reset_prefix_cache()))
             return
         try:
             engine.add(command.request)

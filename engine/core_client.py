@@ -36,6 +36,7 @@ from firstdiff.engine.messages import (
     CoreFailed,
     FromCore,
     Ready,
+    ResetPrefixCache,
     Shutdown,
     StartFailed,
     ToCore,
@@ -75,6 +76,10 @@ class CoreClient(Protocol):
 
     def abort(self, request_id: str, *, reason: FinishReason) -> None:
         """Ask for the end of a request."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Ask for an empty prefix cache; answered by a PrefixCacheReset."""
         ...
 
     def messages(self) -> AsyncIterator[FromCore]:
@@ -137,6 +142,9 @@ class ProcessCore:
 
     def abort(self, request_id: str, *, reason: FinishReason) -> None:
         self._send(Abort(request_id=request_id, reason=reason))
+
+    def reset_prefix_cache(self) -> None:
+        self._send(ResetPrefixCache())
 
     async def messages(self) -> AsyncIterator[FromCore]:
         self._all_read.clear()
@@ -250,6 +258,9 @@ class InProcessCore:
 
     def abort(self, request_id: str, *, reason: FinishReason) -> None:
         self._send(Abort(request_id=request_id, reason=reason))
+
+    def reset_prefix_cache(self) -> None:
+        self._send(ResetPrefixCache())
 
     async def messages(self) -> AsyncIterator[FromCore]:
         assert self._channel is not None

@@ -1,9 +1,10 @@
 """One HTTP request's generations: submit, follow piece by piece, end.
 
 Owns: the choices of one request from submission to the ledger's last stamp. Refuses to know: JSON, sockets.
-Invariants: what came before a failure is given out before the failure is raised; a choice that met its stop
-string is ended in the engine; after `close`, however the handler left, nothing of the request runs in the
-engine and every choice the engine took is in the ledger.
+Invariants: the choices of a prompt after its first are submitted when the first has its first token, so that
+they find the prompt computed; what came before a failure is given out before the failure is raised; a choice
+that met its stop string is ended in the engine; after `close`, however the handler left, nothing of the
+request runs in the engine and every choice the engine took is in the ledger.
 
 Usage: `async for batch in generation.batches(): ...`, and in a finally `generation.close()`.
 """
@@ -25,25 +26,37 @@ Batch = list[tuple[Choice, Piece]]
 
 
 class Generation:
-    """Choices that are answered together; making one submits them all."""
+    """Choices that are answered together; making one submits the first of each prompt."""
 
     def __init__(
         self,
+        group_id: str,
         choices: Sequence[Choice],
         stamps: Sequence[ServerStamps],
         *,
+        per_prompt: int,
         dispatcher: Dispatcher,
         ledger: ServerLedger,
         clock: Clock,
     ) -> None:
-        """ApiError (see Dispatcher.submit) when none of them is taken."""
+        """`per_prompt` choices after one another share a prompt. ApiError as in Dispatcher.open."""
         self._choices = choices
         self._stamps = {stamp.request_id: stamp for stamp in stamps}
         self._dispatcher = dispatcher
         self._ledger = ledger
         self._clock = clock
         self._open = {choice.request.request_id: choice for choice in choices}
-        self._mailbox = dispatcher.submit([choice.request for choice in choices])
+        firsts = choices[::per_prompt]
+        self._followers = {
+            first.request.request_id: choices[first.index + 1 : first.index + per_prompt] for first in firsts
+        }
+        self._submitted: set[str] = set()
+        self._mailbox = dispatcher.open(group_id, self._open)
+        try:
+            self._submit(firsts)
+        except ApiError:
+            dispatcher.close(self._mailbox)
+            raise
 
     async def batches(self) -> AsyncIterator[Batch]:
         """The pieces as they come, all that came at once together, until every choice has finished.
@@ -59,13 +72,16 @@ class Generation:
 
     def close(self) -> None:
         """The answer has ended: flushed, failed, or its client is gone."""
-        for request_id in self._open:
-            self._dispatcher.abort(request_id, reason="abort")
+        self._dispatcher.close(self._mailbox)
         flushed_ns = self._clock.now_ns()
         for choice in self._choices:
             stamps = self._stamps.get(choice.request.request_id)
-            if stamps is not None:
+            if stamps is not None and stamps.request_id in self._submitted:
                 self._ledger.end(stamps, text=choice.text, flushed_ns=flushed_ns)
+
+    def _submit(self, choices: Sequence[Choice]) -> None:
+        self._dispatcher.submit(self._mailbox, [choice.request for choice in choices])
+        self._submitted.update(choice.request.request_id for choice in choices)
 
     def _follow(self, deliveries: list[Delivery]) -> tuple[Batch, ApiError | None]:
         ends = {row.request_id: row for row in deliveries if isinstance(row, EngineRequestRow)}
@@ -75,20 +91,21 @@ class Generation:
             if choice is None:
                 # Tokens computed while the engine had not yet heard of the stop string.
                 continue
+            failure: ApiError | None = None
             if isinstance(delivery, PromptLogprobsRow):
                 choice.prompt_logprobs.append(delivery)
-            elif isinstance(delivery, TokenRow):
-                batch.append((choice, self._push(choice, delivery, ends.get(delivery.request_id))))
-            elif isinstance(delivery, Rejected):
+                continue
+            if isinstance(delivery, Rejected):
                 # The engine never took it, so there is nothing to log.
                 del self._open[delivery.request_id], self._stamps[delivery.request_id]
                 return batch, _refusal(delivery)
-            elif delivery.finish_reason in ("abort", "error"):
-                del self._open[delivery.request_id]
-                return batch, self._failure(delivery)
+            if isinstance(delivery, TokenRow):
+                batch.append((choice, self._push(choice, delivery, ends.get(delivery.request_id))))
             else:
-                batch.append((choice, choice.end(delivery)))
-                del self._open[delivery.request_id]
+                failure = self._end(choice, delivery, batch)
+            failure = failure or self._release(choice, batch)
+            if failure is not None:
+                return batch, failure
         return batch, None
 
     def _push(self, choice: Choice, token: TokenRow, end: EngineRequestRow | None) -> Piece:
@@ -103,6 +120,35 @@ class Generation:
                 self._dispatcher.abort(token.request_id, reason="stop")
         return piece
 
+    def _end(self, choice: Choice, row: EngineRequestRow, batch: Batch) -> ApiError | None:
+        """The engine ended the choice without a further token."""
+        del self._open[row.request_id]
+        choice.num_cached_tokens = row.num_cached_tokens
+        is_cut = self._dispatcher.failure is not None or self._mailbox.is_overflowing
+        if row.finish_reason == "error" or (row.finish_reason == "abort" and is_cut):
+            return self._failure(row)
+        batch.append((choice, choice.end(row.finish_reason)))
+        return None
+
+    def _release(self, first: Choice, batch: Batch) -> ApiError | None:
+        """The prompt of `first` is computed: submit what was waiting for that."""
+        followers = self._followers.pop(first.request.request_id, ())
+        if not followers:
+            return None
+        for choice in followers:
+            if choice.request.sampling.prompt_logprobs is None:
+                choice.prompt_logprobs = first.prompt_logprobs
+        if self._mailbox.is_aborted:
+            for choice in followers:
+                del self._open[choice.request.request_id]
+                batch.append((choice, choice.end("abort")))
+            return None
+        try:
+            self._submit(followers)
+        except ApiError as error:
+            return error
+        return None
+
     def _failure(self, row: EngineRequestRow) -> ApiError:
         reason = self._dispatcher.failure
         if reason is not None:
@@ -110,6 +156,12 @@ class Generation:
                 f"expected the engine to finish the answer, got: {reason}: send the request again",
                 status=503,
                 code="engine_unavailable",
+            )
+        if self._mailbox.is_overflowing:
+            return ApiError(
+                "expected a client that reads its stream, got one that left it unread: read faster",
+                status=408,
+                code="client_too_slow",
             )
         return ApiError(
             f"expected the engine to finish the answer, got an error in its step: {row.error}: "

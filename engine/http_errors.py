@@ -34,8 +34,12 @@ def json_response(value: object, *, status: int = 200, headers: dict[str, str] |
 
 
 def error_response(error: ApiError) -> web.Response:
-    """The envelope; a full queue also says when to come back."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 429 else None
+    """The envelope; a full queue or a server that ends also says when to come back, a 401 what it wants."""
+    headers: dict[str, str] = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.status == 401:
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return json_response(error.body(), status=error.status, headers=headers)
 
 

@@ -40,6 +40,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     reason: FinishReason
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Let no later request find a prefix computed before; answered by a PrefixCacheReset."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Abort everything, send the last rows, then exit."""
 
@@ -72,14 +76,20 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     message: str
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag="prefix_cache_reset"):
+    """The cache was reset; `num_blocks` could be found until then."""
+
+    num_blocks: int
+
+
 class CoreFailed(msgspec.Struct, frozen=True, tag="core_failed"):
     """The step loop met an error that it cannot go on from; the last message of a core."""
 
     message: str
 
 
-ToCore = Add | Abort | Shutdown
-FromCore = Ready | StartFailed | StepOutput | Rejected | CoreFailed
+ToCore = Add | Abort | ResetPrefixCache | Shutdown
+FromCore = Ready | StartFailed | StepOutput | Rejected | PrefixCacheReset | CoreFailed
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_CORE: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

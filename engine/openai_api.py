@@ -1,75 +1,69 @@
 """What a client may ask: OpenAI's request bodies, with vLLM's additions, checked in full.
 
-Owns: every field's type, bounds and default. Refuses to know: sockets, tokenisation, the engine's state.
-Invariants: a body becomes a request or one ApiError; no field is accepted and ignored: one that is not
-supported is refused unless its value changes nothing (`n` 1, penalties 0, ...); defaults are OpenAI's
-(temperature 1, top_p 1, 16 tokens for completions, the rest of the context for chat), never the model's
-generation_config.
+Owns: the fields of a generation beside its sampling, and which fields exclude each other. Refuses to know:
+sockets, tokenisation, the engine's state. Invariants: a body becomes a request or one ApiError; no field is
+accepted and ignored: one that is not supported is refused unless its value changes nothing; defaults are
+OpenAI's (temperature 1, top_p 1, 16 tokens for completions, the rest of the context for chat), never the
+model's generation_config.
 
 Usage: `ask = parse_completion(decode_object(body), limits); sampling = ask.sampling(9, limits, rng)`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final, Literal
 
 import msgspec
 
-from firstdiff.engine.openai_fields import ApiError, Fields, describe, expected
-from firstdiff.engine.openai_unsupported import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, UNSUPPORTED_MESSAGE
-from firstdiff.tracing.records import Sampling
+from firstdiff.engine.openai_fields import ApiError, Fields, expected
+from firstdiff.engine.openai_limits import Limits, check_model, parse_texts_or_ids
+from firstdiff.engine.openai_messages import Message, parse_messages, uses_tools
+from firstdiff.engine.openai_sampling import MAX_LOGPROBS, SamplingWish, parse_sampling
+from firstdiff.engine.openai_unsupported import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, Unsupported
+from firstdiff.engine.tools import Tools, parse_tools
+from firstdiff.tracing.records import Sampling, Structure
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 
 COMPLETION_MAX_TOKENS = 16
-MAX_TEMPERATURE = 2.0
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing logits by less overflows."""
-MAX_LOGPROBS = 20
-MAX_SEED = 2**63 - 1
-
-_ROLES = ("system", "user", "assistant")
+MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a body may ask at most; the last five are settings of the server."""
+class Queueing:
+    """How the engine is to treat a request beside its sampling, and what is only written down."""
 
-    models: tuple[str, ...]
-    vocab_size: int
-    max_model_len: int
-    max_prompts: int = 128
-    max_messages: int = 1024
-    max_stops: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 128
+    priority: int = 0
+    cache_salt: str | None = None
+    use_prefix_cache: bool = True
+    user: str | None = None
+    metadata: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A checked request for one or more generations, before tokenisation.
 
-    Exactly one of `prompts` (text or token ids each) and `messages` is set. `logprobs` is the number of
-    alternatives to return, None for no log-probabilities. `max_tokens` None means the rest of the context.
+    Exactly one of `prompts` (text or token ids each) and `messages` is set; each prompt gets `n` choices.
     """
 
     endpoint: Endpoint
     model: str
     prompts: list[str | list[int]] | None
-    messages: list[dict[str, str]] | None
-    max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-    stop: list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    logprobs: int | None
+    messages: list[Message] | None
+    tools: Tools | None
+    wish: SamplingWish
+    n: int
+    echo: bool
+    truncate_prompt_tokens: int | None
+    add_special_tokens: bool
+    skip_special_tokens: bool
+    include_stop: bool
+    queueing: Queueing
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -79,46 +73,45 @@ class Ask:
     def is_chat(self) -> bool:
         return self.messages is not None
 
-    def sampling(self, num_prompt_tokens: int, limits: Limits, rng: Random) -> Sampling:
-        """All values resolved for one prompt; a missing seed is drawn from `rng`.
+    @property
+    def logprobs(self) -> int | None:
+        """Alternatives wanted at each output token; None for no log-probabilities."""
+        return self.wish.template.logprobs
 
-        ApiError when the prompt is empty or prompt and output do not fit the context.
-        """
+    @property
+    def structure(self) -> Structure | None:
+        """What the answers must match."""
+        return self.wish.template.structure
+
+    def sampling(
+        self, num_prompt_tokens: int, limits: Limits, rng: Random, *, choice_index: int = 0
+    ) -> Sampling:
+        """All values resolved for choice `choice_index` of one prompt; see SamplingWish.resolve."""
         param = "messages" if self.is_chat else "prompt"
-        if num_prompt_tokens == 0:
-            raise ApiError(
-                f"expected a prompt of 1 token or more in {param!r}, got none: send some text", param=param
-            )
-        room = limits.max_model_len - num_prompt_tokens
-        wanted = room if self.max_tokens is None else self.max_tokens
-        if wanted > room or room < 1:
-            raise ApiError(
-                f"expected prompt and max_tokens within the context of {limits.max_model_len} tokens, got "
-                f"{num_prompt_tokens} prompt tokens and {max(wanted, 1)} to generate: shorten the prompt or "
-                "lower max_tokens",
-                param=param if room < 1 else "max_tokens",
-                code="context_length_exceeded",
-            )
-        return Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=rng.getrandbits(63) if self.seed is None else self.seed,
-            max_tokens=wanted,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-        )
+        return self.wish.resolve(num_prompt_tokens, limits, rng, param=param, choice_index=choice_index)
 
 
 def parse_completion(body: dict[str, object], limits: Limits) -> Ask:
     """A /v1/completions body."""
     fields = Fields(body)
     model = check_model(fields, limits)
-    prompts = _prompts(fields, limits)
+    prompts = parse_texts_or_ids(fields.take("prompt"), "prompt", limits)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     max_tokens = _max_tokens(fields, "max_tokens", limits)
+    echo = fields.flag("echo")
+    wish = parse_sampling(
+        fields,
+        limits,
+        logprobs=logprobs,
+        max_tokens=max_tokens,
+        default_max_tokens=COMPLETION_MAX_TOKENS,
+        echo_logprobs=echo,
+        may_sample_nothing=echo,
+    )
+    n = _num_choices(fields, limits, len(prompts), wish)
+    best_of = fields.integer("best_of", 1, limits.max_choices)
+    if best_of not in (None, n):
+        raise expected(f"best_of equal to n ({n})", best_of, "best_of", "all choices are returned")
     return _ask(
         fields,
         limits,
@@ -127,8 +120,11 @@ def parse_completion(body: dict[str, object], limits: Limits) -> Ask:
         model=model,
         prompts=prompts,
         messages=None,
-        logprobs=logprobs,
-        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        tools=None,
+        wish=wish,
+        n=n,
+        echo=echo,
+        add_special_tokens=fields.flag("add_special_tokens", default=True),
     )
 
 
@@ -137,6 +133,7 @@ def parse_chat(body: dict[str, object], limits: Limits) -> Ask:
     fields = Fields(body)
     model = check_model(fields, limits)
     messages = parse_messages(fields, limits)
+    tools = parse_tools(fields, limits)
     wants_logprobs = fields.flag("logprobs")
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
@@ -144,13 +141,15 @@ def parse_chat(body: dict[str, object], limits: Limits) -> Ask:
             "expected logprobs true beside top_logprobs, got it false or missing: send both",
             param="top_logprobs",
         )
-    old_name = _max_tokens(fields, "max_tokens", limits)
-    new_name = _max_tokens(fields, "max_completion_tokens", limits)
-    if None not in (old_name, new_name) and old_name != new_name:
-        raise ApiError(
-            f"expected one limit, got max_tokens {old_name} and max_completion_tokens {new_name}: send one",
-            param="max_completion_tokens",
-        )
+    wish = parse_sampling(
+        fields,
+        limits,
+        logprobs=(top_logprobs or 0) if wants_logprobs else None,
+        max_tokens=_chat_max_tokens(fields, limits),
+        default_max_tokens=None,
+    )
+    if tools is not None:
+        wish = _held_to_tools(wish, tools, limits)
     return _ask(
         fields,
         limits,
@@ -159,181 +158,155 @@ def parse_chat(body: dict[str, object], limits: Limits) -> Ask:
         model=model,
         prompts=None,
         messages=messages,
-        logprobs=(top_logprobs or 0) if wants_logprobs else None,
-        max_tokens=new_name if old_name is None else old_name,
+        tools=tools,
+        wish=wish,
+        n=_num_choices(fields, limits, 1, wish),
+        echo=False,
+        add_special_tokens=False,
     )
 
 
-def check_model(fields: Fields, limits: Limits, *, required: bool = True) -> str:
-    """The model asked for; ApiError 404 when this server has another one."""
-    model = fields.text("model")
-    known = ", ".join(limits.models)
-    if model is None and required:
-        raise ApiError(f"expected 'model' as a string, got nothing: send one of {known}", param="model")
-    if model is not None and model not in limits.models:
-        raise ApiError(
-            f"expected a model out of {known}, got {describe(model)}: see /v1/models",
-            status=404,
-            param="model",
-            code="model_not_found",
+def needs_tool_template(ask: Ask) -> bool:
+    """Whether the prompt can only be written by a template that knows tools."""
+    shown = ask.tools is not None and ask.tools.shown is not None
+    return shown or (ask.messages is not None and uses_tools(ask.messages))
+
+
+def parse_queueing(fields: Fields, limits: Limits) -> Queueing:
+    """The fields of every request that reaches the engine."""
+    priority = fields.integer("priority", -MAX_PRIORITY - 1, MAX_PRIORITY) or 0
+    if priority and not limits.takes_priorities:
+        raise expected(
+            "priority 0", priority, "priority", "this server runs first come, first served; leave it out"
         )
-    return model or limits.models[0]
-
-
-def parse_messages(fields: Fields, limits: Limits) -> list[dict[str, str]]:
-    """Chat messages as role and text; an array of text parts is joined by newlines, as vLLM does."""
-    raw = fields.items("messages", limits.max_messages)
-    if not raw:
-        raise ApiError(
-            "expected 'messages' with at least one message, got none: "
-            'send [{"role": "user", "content": "..."}]',
-            param="messages",
-        )
-    return [_message(item, f"messages.{index}") for index, item in enumerate(raw)]
-
-
-def parse_token_ids(value: object, param: str, limits: Limits) -> list[int]:
-    """A non-empty array of ids within the vocabulary, short enough for the context."""
-    try:
-        ids = msgspec.convert(value, list[int])
-    except msgspec.ValidationError as error:
-        raise expected(f"an array of token ids ({str(error)[:100]})", value, param) from error
-    if not ids:
-        raise expected("at least one token id", value, param)
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        raise expected(f"token ids from 0 to {limits.vocab_size - 1}", bad, param)
-    return ids
+    salt = fields.text("cache_salt")
+    if salt is not None and not 0 < len(salt) <= limits.max_stop_chars:
+        raise expected(f"a salt of 1 to {limits.max_stop_chars} characters", salt, "cache_salt")
+    user = fields.text("user")
+    if user is not None and len(user) > limits.max_label_chars:
+        raise expected(f"a string of at most {limits.max_label_chars} characters", user, "user")
+    return Queueing(
+        priority=priority,
+        cache_salt=salt,
+        use_prefix_cache=fields.flag("use_prefix_cache", default=True),
+        user=user,
+        metadata=_metadata(fields, limits),
+    )
 
 
 def _ask(
     fields: Fields,
     limits: Limits,
-    unsupported: dict[str, tuple[object, ...]],
+    unsupported: Unsupported,
     *,
     endpoint: Endpoint,
     model: str,
     prompts: list[str | list[int]] | None,
-    messages: list[dict[str, str]] | None,
-    logprobs: int | None,
-    max_tokens: int | None,
+    messages: list[Message] | None,
+    tools: Tools | None,
+    wish: SamplingWish,
+    n: int,
+    echo: bool,
+    add_special_tokens: bool,
 ) -> Ask:
-    """The fields that both endpoints share; refuses what is left."""
-    temperature = fields.number("temperature", 0.0, MAX_TEMPERATURE)
-    top_p = fields.number("top_p", 0.0, 1.0, above_low=True)
-    top_k = fields.integer("top_k", -1, 1 << 31, "0 or -1 keeps all tokens") or 0
-    seed = fields.integer("seed", -MAX_SEED - 1, MAX_SEED)
+    """The fields that both endpoints share beside sampling; refuses what is left."""
     stream = fields.flag("stream")
     include_usage, continuous_usage = _stream_options(fields, stream)
+    if stream and wish.prompt_logprobs is not None:
+        raise ApiError(
+            "expected stream false beside prompt_logprobs, got it true: a stream brings the prompt's "
+            "log-probabilities only by echo and logprobs",
+            param="prompt_logprobs",
+        )
     ask = Ask(
         endpoint=endpoint,
         model=model,
         prompts=prompts,
         messages=messages,
-        max_tokens=max_tokens,
-        temperature=_resolved_temperature(temperature),
-        top_k=top_k if 0 < top_k < limits.vocab_size else 0,
-        top_p=1.0 if top_p is None else top_p,
-        seed=seed,
-        stop=_stops(fields, limits),
-        stop_token_ids=_stop_token_ids(fields, limits),
-        ignore_eos=fields.flag("ignore_eos"),
-        logprobs=logprobs,
+        tools=tools,
+        wish=wish,
+        n=n,
+        echo=echo,
+        truncate_prompt_tokens=fields.integer("truncate_prompt_tokens", 1, limits.max_model_len),
+        add_special_tokens=add_special_tokens,
+        skip_special_tokens=fields.flag("skip_special_tokens", default=True),
+        include_stop=fields.flag("include_stop_str_in_output"),
+        queueing=parse_queueing(fields, limits),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=fields.flag("return_token_ids"),
     )
-    # A label for the caller's own accounting: OpenAI's servers do not let it change an answer either.
-    fields.text("user")
     fields.refuse_rest(unsupported)
     return ask
 
 
-def _resolved_temperature(temperature: float | None) -> float:
-    if temperature is None:
-        return 1.0
-    return 0.0 if temperature < GREEDY_BELOW else temperature
-
-
-def _prompts(fields: Fields, limits: Limits) -> list[str | list[int]]:
-    """The four forms: text, array of texts, token ids, array of token ids."""
-    value = fields.take("prompt")
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
+def _num_choices(fields: Fields, limits: Limits, num_prompts: int, wish: SamplingWish) -> int:
+    n = fields.integer("n", 1, limits.max_choices) or 1
+    if n * num_prompts > max(limits.max_choices, num_prompts):
         raise expected(
-            "text, token ids, or an array of either", value, "prompt", 'send "prompt": "some text"'
+            f"at most {limits.max_choices} choices of all {num_prompts} prompts together",
+            n * num_prompts,
+            "n",
+            "send several requests",
         )
-    if not isinstance(value[0], str | list):
-        return [parse_token_ids(value, "prompt", limits)]
-    if len(value) > limits.max_prompts:
-        raise expected(f"at most {limits.max_prompts} prompts", value, "prompt", "send several requests")
-    prompts: list[str | list[int]] = []
-    for index, item in enumerate(value):
-        param = f"prompt.{index}"
-        if isinstance(value[0], str) != isinstance(item, str):
-            raise expected("texts only or token ids only", item, param)
-        prompts.append(item if isinstance(item, str) else parse_token_ids(item, param, limits))
-    return prompts
+    if n > 1 and wish.template.forced_token_ids is not None:
+        raise expected("n 1 beside forced_token_ids", n, "n", "a replay has one outcome")
+    if n > 1 and wish.max_tokens == 0:
+        raise expected("n 1 beside max_tokens 0", n, "n", "without a token all choices are one")
+    return n
 
 
-def _message(item: object, path: str) -> dict[str, str]:
-    if not isinstance(item, dict):
-        raise expected('an object like {"role": "user", "content": "..."}', item, path)
-    fields = Fields(item, path=f"{path}.")
-    role = fields.text("role")
-    if role not in _ROLES:
-        raise expected(f"a role out of {', '.join(_ROLES)}", role, fields.param("role"))
-    content = fields.take("content")
-    if isinstance(content, list):
-        content = _joined_parts(content, fields.param("content"))
-    if not isinstance(content, str):
-        raise expected("text or an array of text parts", content, fields.param("content"))
-    fields.refuse_rest(UNSUPPORTED_MESSAGE)
-    return {"role": role, "content": content}
-
-
-def _joined_parts(parts: list[object], path: str) -> str:
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        where = f"{path}.{index}"
-        if not isinstance(part, dict):
-            raise expected("a text part", part, where)
-        fields = Fields(part, path=f"{where}.")
-        kind = fields.text("type")
-        text = fields.text("text")
-        if kind != "text" or text is None:
-            raise expected('a part {"type": "text", "text": "..."}', kind, where, "only text is supported")
-        fields.refuse_rest({})
-        texts.append(text)
-    return "\n".join(texts)
+def _held_to_tools(wish: SamplingWish, tools: Tools, limits: Limits) -> SamplingWish:
+    """The wish with the structure that the choice of tools demands."""
+    if tools.choice == "none":
+        return wish
+    if wish.template.structure is not None:
+        raise ApiError(
+            f"expected tools or a structure for the answer, got both with tool_choice {tools.choice}: "
+            "a call has a form of its own, send one of them",
+            param="tool_choice",
+        )
+    structure = tools.structure(limits)
+    if structure is None:
+        return wish
+    if wish.template.forced_token_ids is not None:
+        raise ApiError(
+            "expected forced_token_ids alone, got a tool_choice beside it: a replay has no choice to steer",
+            param="forced_token_ids",
+        )
+    return replace(wish, template=msgspec.structs.replace(wish.template, structure=structure))
 
 
 def _max_tokens(fields: Fields, name: str, limits: Limits) -> int | None:
     return fields.integer(
-        name, 1, limits.max_model_len, f"prompt and output share {limits.max_model_len} tokens"
+        name, 0, limits.max_model_len, f"prompt and output share {limits.max_model_len} tokens"
     )
 
 
-def _stops(fields: Fields, limits: Limits) -> list[str]:
-    value = fields.take("stop")
+def _chat_max_tokens(fields: Fields, limits: Limits) -> int | None:
+    old_name = _max_tokens(fields, "max_tokens", limits)
+    new_name = _max_tokens(fields, "max_completion_tokens", limits)
+    if None not in (old_name, new_name) and old_name != new_name:
+        raise ApiError(
+            f"expected one limit, got max_tokens {old_name} and max_completion_tokens {new_name}: send one",
+            param="max_completion_tokens",
+        )
+    return new_name if old_name is None else old_name
+
+
+def _metadata(fields: Fields, limits: Limits) -> dict[str, str] | None:
+    value = fields.take("metadata")
     if value is None:
-        return []
-    stops = value if isinstance(value, list) else [value]
-    if len(stops) > limits.max_stops:
-        raise expected(f"at most {limits.max_stops} stop strings", value, "stop")
-    checked: list[str] = []
-    for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= limits.max_stop_chars:
-            raise expected(f"stop strings of 1 to {limits.max_stop_chars} characters", stop, "stop")
-        checked.append(stop)
-    return checked
-
-
-def _stop_token_ids(fields: Fields, limits: Limits) -> list[int]:
-    ids = fields.items("stop_token_ids", limits.max_stop_token_ids)
-    return parse_token_ids(ids, "stop_token_ids", limits) if ids else []
+        return None
+    if not isinstance(value, dict) or len(value) > limits.max_labels:
+        raise expected(f"an object of at most {limits.max_labels} strings", value, "metadata")
+    labels: dict[str, str] = {}
+    for key, label in value.items():
+        if not isinstance(label, str) or max(len(key), len(label)) > limits.max_label_chars:
+            raise expected(f"strings of at most {limits.max_label_chars} characters", label, "metadata")
+        labels[key] = label
+    return labels
 
 
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:

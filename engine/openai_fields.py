@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-_KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 _SHOWN_CHARS = 40
 
 
@@ -166,6 +166,16 @@ class Fields:
                 raise ApiError(
                     f"expected no {self.param(name)!r}, got {describe(value)}: it is not supported yet, "
                     "leave it out",
+                    param=self.param(name),
+                    code="unsupported_parameter",
+                )
+
+    def refuse_any(self, names: Iterable[str], why: str) -> None:
+        """Refuse fields that mean another thing elsewhere."""
+        for name in names:
+            if name in self._fields:
+                raise ApiError(
+                    f"expected no {self.param(name)!r}, got {describe(self._fields[name])}: {why}",
                     param=self.param(name),
                     code="unsupported_parameter",
                 )

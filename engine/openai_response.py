@@ -1,9 +1,9 @@
 """OpenAI's answers, written: whole bodies and stream chunks.
 
-Owns: the JSON shape of answers (OpenAI's, with vLLM's `token_ids`, `prompt_token_ids`, `stop_reason`).
-Refuses to know: sockets, the engine. Invariants: one chunk a token; what is the same in all chunks of a
-stream is encoded once; a log-probability is never null (-9999 stands for minus infinity, as in vLLM) and
-the same number is written the same way everywhere.
+Owns: the JSON shape of answers (OpenAI's, with vLLM's `token_ids`, `prompt_token_ids`, `stop_reason`,
+`prompt_logprobs`). Refuses to know: sockets, the engine. Invariants: one chunk a token; what is the same in
+all chunks of a stream is encoded once; an echoed prompt is in the first chunk of its choice; the chunks of a
+choice, joined, are its whole answer.
 
 Usage: `writer = AnswerWriter(ask, answer_id="cmpl-1", ...); data = writer.chunk(choice, piece)`.
 """
@@ -17,12 +17,19 @@ from msgspec import UNSET, UnsetType
 
 from firstdiff.engine.choice import Choice, Piece
 from firstdiff.engine.openai_api import Ask
-from firstdiff.tracing.records import TokenRow
+from firstdiff.engine.openai_logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobWriter,
+    PromptLogprobs,
+    prompt_tokens,
+    scored_token,
+    show_prompt,
+)
+from firstdiff.engine.tokenizer import Tokenizer
+from firstdiff.engine.tools import CallDelta, Said, ToolParser
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0
-
-TokenBytes = Callable[[int], bytes]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,37 +39,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class AnswerUsage(msgspec.Struct, frozen=True):
-    """Token counts of all choices together; cached tokens only where the engine has said so."""
+    """Token counts of all choices together, a prompt counted once; cached tokens where the engine said so."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -75,13 +57,29 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call, whole or the part of it that a chunk brings; parts have an index, the first of them a name."""
+
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
 
 
 class ChatText(msgspec.Struct, frozen=True):
     """A message, or the part of one that a chunk brings; only the first part names the role."""
 
-    content: str
+    content: str | UnsetType | None = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -113,11 +111,19 @@ class AnswerWriter:
         answer_id: str,
         created_unix_s: int,
         fingerprint: str,
-        token_bytes: TokenBytes,
+        tokenizer: Tokenizer,
+        make_call_id: Callable[[], str],
     ) -> None:
         self._ask = ask
         self._choices = choices
-        self._token_bytes = token_bytes
+        self._tokenizer = tokenizer
+        self._logprobs = LogprobWriter(tokenizer.token_bytes, top=ask.logprobs or 0)
+        self._parsers: dict[int, ToolParser] = {}
+        for choice in choices:
+            parser = ask.tools.parser(make_call_id) if ask.tools is not None else None
+            if parser is not None:
+                self._parsers[choice.index] = parser
+        self._have_called: set[int] = set()
         kind = "chat.completion" if ask.is_chat else "text_completion"
         chunk_kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         self._head = {
@@ -136,32 +142,33 @@ class AnswerWriter:
         is_first = piece.token.token_index == 0 if piece.token is not None else choice.num_tokens == 0
         ids_wanted = self._ask.return_token_ids
         prompt_ids = choice.request.prompt_token_ids if ids_wanted and is_first else UNSET
-        tokens = [piece] if piece.token is not None else []
-        token_ids = [piece.token.token_id for piece in tokens if piece.token] if ids_wanted else UNSET
+        token_ids = _token_ids([piece]) if ids_wanted else UNSET
         shown: CompletionChoice | ChatChunkChoice
         extra = b""
         if self._ask.is_chat:
+            delta = self._delta(choice, piece, is_first=is_first)
             shown = ChatChunkChoice(
                 index=choice.index,
-                delta=ChatText(piece.text, role="assistant" if is_first else UNSET),
-                logprobs=self._chat_logprobs(tokens),
-                finish_reason=piece.finish_reason,
+                delta=delta,
+                logprobs=self._chat_logprobs([piece]),
+                finish_reason=self._finish_reason(choice, piece),
                 stop_reason=piece.stop_reason,
                 token_ids=token_ids,
             )
             if prompt_ids is not UNSET:
                 extra = b',"prompt_token_ids":' + _encode(prompt_ids)
         else:
+            echo = choice.echo.text if choice.echo is not None and is_first else ""
             shown = CompletionChoice(
                 index=choice.index,
-                text=piece.text,
-                logprobs=self._completion_logprobs(tokens),
+                text=echo + piece.text,
+                logprobs=self._completion_logprobs(choice, [piece], with_prompt=is_first),
                 finish_reason=piece.finish_reason,
                 stop_reason=piece.stop_reason,
                 token_ids=token_ids,
                 prompt_token_ids=prompt_ids,
             )
-        self._num_streamed_tokens += len(tokens)
+        self._num_streamed_tokens += piece.token is not None
         if self._ask.continuous_usage:
             extra += b',"usage":' + _encode(self._usage(self._num_streamed_tokens))
         elif self._ask.include_usage:
@@ -186,37 +193,74 @@ class AnswerWriter:
         ]
         usage = self._usage(sum(choice.num_tokens for choice in self._choices))
         answer: dict[str, object] = {**self._head, "choices": choices, "usage": usage}
-        if self._ask.is_chat and self._ask.return_token_ids:
-            answer["prompt_token_ids"] = self._choices[0].request.prompt_token_ids
+        if self._ask.is_chat:
+            first = self._choices[0]
+            if self._ask.return_token_ids:
+                answer["prompt_token_ids"] = first.request.prompt_token_ids
+            prompt_logprobs = self._prompt_logprobs(first)
+            if prompt_logprobs is not UNSET:
+                answer["prompt_logprobs"] = prompt_logprobs
         return _encode(answer)
 
     def _whole(self, choice: Choice, pieces: Sequence[Piece]) -> CompletionChoice | ChatChoice:
         last = pieces[-1]
-        tokens = [piece for piece in pieces if piece.token is not None]
-        ids_wanted = self._ask.return_token_ids
-        token_ids = [piece.token.token_id for piece in tokens if piece.token] if ids_wanted else UNSET
+        token_ids = _token_ids(pieces) if self._ask.return_token_ids else UNSET
         if self._ask.is_chat:
+            message = self._message(choice)
             return ChatChoice(
                 index=choice.index,
-                message=ChatText(choice.text, role="assistant"),
-                logprobs=self._chat_logprobs(tokens),
-                finish_reason=last.finish_reason,
+                message=message,
+                logprobs=self._chat_logprobs(pieces),
+                finish_reason=self._finish_reason(choice, last),
                 stop_reason=last.stop_reason,
                 token_ids=token_ids,
             )
         return CompletionChoice(
             index=choice.index,
-            text=choice.text,
-            logprobs=self._completion_logprobs(tokens),
+            text=(choice.echo.text if choice.echo is not None else "") + choice.text,
+            logprobs=self._completion_logprobs(choice, pieces, with_prompt=True),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             token_ids=token_ids,
-            prompt_token_ids=choice.request.prompt_token_ids if ids_wanted else UNSET,
+            prompt_token_ids=choice.request.prompt_token_ids if self._ask.return_token_ids else UNSET,
+            prompt_logprobs=self._prompt_logprobs(choice),
         )
 
+    def _message(self, choice: Choice) -> ChatText:
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            return ChatText(choice.text, role="assistant")
+        said = [parser.push(choice.text), parser.finish()]
+        calls = [delta for one in said for delta in one.calls]
+        content = "".join(one.content for one in said)
+        if not calls:
+            return ChatText(content, role="assistant")
+        self._have_called.add(choice.index)
+        return ChatText(content or None, role="assistant", tool_calls=[_call(delta) for delta in calls])
+
+    def _delta(self, choice: Choice, piece: Piece, *, is_first: bool) -> ChatText:
+        role = "assistant" if is_first else UNSET
+        parser = self._parsers.get(choice.index)
+        if parser is None:
+            return ChatText(piece.text, role=role)
+        said = parser.push(piece.text)
+        if piece.finish_reason is not None:
+            rest = parser.finish()
+            said = Said(said.content + rest.content, said.calls + rest.calls)
+        if not said.calls:
+            return ChatText(said.content, role=role)
+        self._have_called.add(choice.index)
+        calls = [_call(delta, index=delta.index) for delta in said.calls]
+        return ChatText(said.content or UNSET, role=role, tool_calls=calls)
+
+    def _finish_reason(self, choice: Choice, piece: Piece) -> str | None:
+        is_call = piece.finish_reason == "stop" and choice.index in self._have_called
+        return "tool_calls" if is_call else piece.finish_reason
+
     def _usage(self, completion: int) -> AnswerUsage:
-        prompt = sum(len(choice.request.prompt_token_ids) for choice in self._choices)
-        cached = [choice.num_cached_tokens for choice in self._choices]
+        firsts = [choice for choice in self._choices if choice.index % self._ask.n == 0]
+        prompt = sum(len(choice.request.prompt_token_ids) for choice in firsts)
+        cached = [choice.num_cached_tokens for choice in firsts]
         known = [count for count in cached if count is not None]
         details = PromptTokensDetails(sum(known)) if len(known) == len(cached) else UNSET
         return AnswerUsage(prompt, completion, prompt + completion, details)
@@ -224,41 +268,37 @@ class AnswerWriter:
     def _chat_logprobs(self, pieces: Sequence[Piece]) -> ChatLogprobs | None:
         if self._ask.logprobs is None:
             return None
-        return ChatLogprobs([self._chat_logprob(piece.token) for piece in pieces if piece.token])
+        return self._logprobs.chat(piece.token for piece in pieces if piece.token)
 
-    def _chat_logprob(self, token: TokenRow) -> ChatLogprob:
-        top = [
-            TopLogprob(self._shown(token_id), _finite(logprob), list(self._token_bytes(token_id)))
-            for token_id, logprob in token.top_logprobs[: self._ask.logprobs]
-        ]
-        return ChatLogprob(
-            self._shown(token.token_id),
-            _finite(token.logprob),
-            list(self._token_bytes(token.token_id)),
-            top,
-        )
-
-    def _completion_logprobs(self, pieces: Sequence[Piece]) -> CompletionLogprobs | None:
+    def _completion_logprobs(
+        self, choice: Choice, pieces: Sequence[Piece], *, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        """Of the prompt too where it is echoed, its entries first."""
         if self._ask.logprobs is None:
             return None
-        tokens = [(piece.text_offset, piece.token) for piece in pieces if piece.token]
-        return CompletionLogprobs(
-            text_offset=[offset for offset, _ in tokens],
-            token_logprobs=[_finite(token.logprob) for _, token in tokens],
-            tokens=[self._shown(token.token_id) for _, token in tokens],
-            top_logprobs=[self._top_by_text(token) for _, token in tokens],
+        echo = choice.echo
+        rows = [(piece.text_offset, piece.token) for piece in pieces if piece.token]
+        ids = [token.token_id for _, token in rows]
+        scored = [*map(scored_token, (token for _, token in rows))]
+        if echo is None:
+            return self._logprobs.completion(scored, ids, [offset for offset, _ in rows])
+        offsets = [len(echo.text) + offset for offset, _ in rows]
+        if not with_prompt:
+            return self._logprobs.completion(scored, ids, offsets)
+        prompt_ids = choice.request.prompt_token_ids
+        prompt = prompt_tokens(prompt_ids, choice.prompt_logprobs)
+        return self._logprobs.completion([*prompt, *scored], [*prompt_ids, *ids], echo.offsets + offsets)
+
+    def _prompt_logprobs(self, choice: Choice) -> PromptLogprobs | UnsetType:
+        wish = self._ask.wish
+        if wish.prompt_logprobs is None:
+            return UNSET
+        return show_prompt(
+            prompt_tokens(choice.request.prompt_token_ids, choice.prompt_logprobs),
+            shown=wish.prompt_logprobs,
+            computed=wish.template.prompt_logprobs or 0,
+            token_text=self._tokenizer.token_text,
         )
-
-    def _shown(self, token_id: int) -> str:
-        return shown_token(self._token_bytes(token_id))
-
-    def _top_by_text(self, token: TokenRow) -> dict[str, float]:
-        """The alternatives and the token itself; of ids with one text the likeliest counts."""
-        top: dict[str, float] = {}
-        for token_id, logprob in token.top_logprobs:
-            top.setdefault(self._shown(token_id), _finite(logprob))
-        top.setdefault(self._shown(token.token_id), _finite(token.logprob))
-        return top
 
 
 def error_event(envelope: dict[str, dict[str, str | None]]) -> bytes:
@@ -266,14 +306,12 @@ def error_event(envelope: dict[str, dict[str, str | None]]) -> bytes:
     return b"data: " + _encode(envelope) + b"\n\n"
 
 
-def shown_token(token: bytes) -> str:
-    """A token's text; for part of a character its bytes in OpenAI's notation, so that parts stay distinct."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+def _token_ids(pieces: Sequence[Piece]) -> list[int]:
+    return [piece.token.token_id for piece in pieces if piece.token]
 
 
-def _finite(logprob: float | None) -> float:
-    assert logprob is not None
-    return max(logprob, LOWEST_LOGPROB)
+def _call(delta: CallDelta, *, index: int | UnsetType = UNSET) -> ToolCall:
+    function = CalledFunction(delta.arguments, name=UNSET if delta.name is None else delta.name)
+    if delta.call_id is None:
+        return ToolCall(function, index=index)
+    return ToolCall(function, id=delta.call_id, type="function", index=index)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from firstdiff.engine.openai_api import Limits, check_model, parse_messages, parse_token_ids
 from firstdiff.engine.openai_fields import ApiError, Fields
+from firstdiff.engine.openai_limits import Limits, check_model, parse_token_ids
+from firstdiff.engine.openai_messages import Message, parse_messages
+from firstdiff.engine.tools import Tools, parse_tools
 
 _UNSUPPORTED_TOKENIZE: dict[str, tuple[object, ...]] = {
     "return_token_strs": (False,),
@@ -27,7 +29,8 @@ class TokenizeAsk:
     """Text or chat messages to tokenise; exactly one is set."""
 
     prompt: str | None
-    messages: list[dict[str, str]] | None
+    messages: list[Message] | None
+    tools: Tools | None
     add_special_tokens: bool
     add_generation_prompt: bool
 
@@ -40,6 +43,7 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeAsk:
     if prompt is not None and fields.take("messages") is not None:
         raise ApiError("expected prompt or messages, got both: send one", param="messages")
     messages = parse_messages(fields, limits) if prompt is None else None
+    tools = parse_tools(fields, limits) if messages is not None else None
     add_generation_prompt = fields.flag("add_generation_prompt", default=True)
     add_special_tokens = fields.flag("add_special_tokens", default=messages is None)
     if messages is not None and add_special_tokens:
@@ -48,7 +52,7 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeAsk:
             param="add_special_tokens",
         )
     fields.refuse_rest(_UNSUPPORTED_TOKENIZE)
-    return TokenizeAsk(prompt, messages, add_special_tokens, add_generation_prompt)
+    return TokenizeAsk(prompt, messages, tools, add_special_tokens, add_generation_prompt)
 
 
 def parse_detokenize(body: dict[str, object], limits: Limits) -> list[int]:

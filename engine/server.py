@@ -3,7 +3,8 @@
 Owns: the order of starting and stopping, the ready line, exit codes. Refuses to know: routes, the engine.
 Invariants: the port is taken before anything slow begins, and listens only when requests can be answered;
 whatever fails, what was started is stopped; a user's mistake is one line on stderr and exit code 2;
-SIGTERM and SIGINT end with exit code 0, requests in flight answered with 503, the log flushed.
+SIGTERM and SIGINT end with exit code 0: nothing new is taken (503), what runs is finished within
+`drain_timeout_s` and fails with 503 after that or at a second signal, the log is flushed.
 
 Usage: `sys.exit(serve_main(ServeSettings(engine=EngineConfig(model="smollm2-135m"))))`.
 """
@@ -26,14 +27,19 @@ from random import Random, SystemRandom
 import msgspec
 from aiohttp import web
 
+from firstdiff.engine.access import check_keys, exposure_warning
+from firstdiff.engine.answering import Answerer
 from firstdiff.engine.app import Routes
 from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.connections import KEEPALIVE_TIMEOUT_S, Connections
 from firstdiff.engine.core import build_from_config
 from firstdiff.engine.core_client import CoreClient, CoreStartError, InProcessCore, ProcessCore
 from firstdiff.engine.dispatcher import Dispatcher
 from firstdiff.engine.faults import check_faults
+from firstdiff.engine.listening import bind, port_error, url_of
 from firstdiff.engine.model_store import resolve
-from firstdiff.engine.openai_api import Limits
+from firstdiff.engine.openai_limits import Limits
+from firstdiff.engine.prompts import PromptReader
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.clock import Clock, SystemClock
@@ -49,12 +55,16 @@ ANSWER_GRACE_S = 5.0
 
 BACKLOG = 1024
 
+MAX_TIMEOUT_S = 86_400.0
+
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `firstdiff serve` was asked for.
 
     `port` 0 takes any free one. `log_dir` None keeps no token log, `otlp_endpoint` None sends no spans.
-    `served_model_name` None serves under the model's own name.
+    `served_model_name` None serves under the model's own name. `body_timeout_s` bounds a request's head as
+    well as its body, `write_timeout_s` how long a client may leave an answer unread, `drain_timeout_s` how
+    long running requests may take to finish after a signal. Without `api_keys` anybody is answered.
     """
 
     engine: EngineConfig
@@ -66,6 +76,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str | None = None
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    api_keys: tuple[str, ...] = ()
 
     def validate(self) -> None:
         """Make `log_dir`; ValueError (expected, got, what to do) on the first setting that cannot be."""
@@ -74,9 +87,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.port <= 65535:
             raise ValueError(f"expected --port in 0..65535, got {self.port}")
         if not 1024 <= self.max_body_bytes <= 1 << 30:
-            raise ValueError(f"expected max_body_bytes in 1024..{1 << 30}, got {self.max_body_bytes}")
-        if not self.body_timeout_s > 0:
-            raise ValueError(f"expected a body time-out above 0 s, got {self.body_timeout_s}")
+            raise ValueError(f"expected --max-body-bytes in 1024..{1 << 30}, got {self.max_body_bytes}")
+        for flag, seconds, low in (
+            ("--body-timeout", self.body_timeout_s, 0.001),
+            ("--write-timeout", self.write_timeout_s, 0.001),
+            ("--drain-timeout", self.drain_timeout_s, 0.0),
+        ):
+            if not low <= seconds <= MAX_TIMEOUT_S:
+                raise ValueError(f"expected {flag} in {low:g}..{MAX_TIMEOUT_S:g} seconds, got {seconds:g}")
+        check_keys(self.api_keys)
         if self.served_model_name == "":
             raise ValueError("expected --served-model-name with a character or more, got none: leave it out")
         if self.otlp_endpoint is not None:
@@ -115,27 +134,37 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None] | No
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
     stopped = False
+    hurry = asyncio.Event()
 
     def stop() -> None:
-        # The first signal stops in order; the next ones have their usual effect.
+        # The first signal stops in order, the second without waiting for what runs; the next ones have their
+        # usual effect.
         nonlocal stopped
-        stopped = True
+        if not stopped:
+            stopped = True
+            task.cancel()
+            return
+        hurry.set()
         for number in signals:
             loop.remove_signal_handler(number)
-        task.cancel()
 
     for number in signals:
         loop.add_signal_handler(number, stop)
     try:
-        await _serve_until_cancelled(settings, announce or _print_line)
+        await _serve_until_cancelled(settings, announce or _print_line, hurry)
     except asyncio.CancelledError:
         if not stopped:
             raise
 
 
-async def _serve_until_cancelled(settings: ServeSettings, announce: Callable[[str], None]) -> None:
+async def _serve_until_cancelled(
+    settings: ServeSettings, announce: Callable[[str], None], hurry: asyncio.Event
+) -> None:
     settings.validate()
     listener = bind(settings.host, settings.port)
+    warning = exposure_warning(settings.host, settings.api_keys)
+    if warning is not None:
+        print(f"firstdiff serve: {warning}", file=sys.stderr, flush=True)
     try:
         folder = await asyncio.to_thread(resolve, settings.engine.model)
         core: CoreClient
@@ -150,6 +179,7 @@ async def _serve_until_cancelled(settings: ServeSettings, announce: Callable[[st
             load_tokenizer=lambda: Tokenizer.load(folder.path),
             clock=SystemClock(),
             rng=SystemRandom(),
+            hurry=hurry,
         )
         async with server as running:
             # Modules and tokenizer live as long as the server: scanning them again would only pause streams.
@@ -174,8 +204,12 @@ async def running_server(
     load_tokenizer: Callable[[], Tokenizer],
     clock: Clock,
     rng: Random,
+    hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """A server that listens on the bound `listener` for as long as the context is open."""
+    """A server that listens on the bound `listener` for as long as the context is open.
+
+    Its end waits for running requests, `drain_timeout_s` at most, or until `hurry` is set.
+    """
     # The core needs seconds for its model: the tokenizer loads meanwhile.
     tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer))
     try:
@@ -193,35 +227,95 @@ async def running_server(
         await core.stop()
         raise
     dispatcher = Dispatcher(core, ledger, clock)
-    routes = Routes(
-        dispatcher=dispatcher,
-        ledger=ledger,
-        tokenizer=tokenizer,
-        limits=Limits(models=(name,), vocab_size=identity.vocab_size, max_model_len=identity.max_model_len),
-        clock=clock,
-        rng=rng,
-        # Of its own: request and span ids drawn in between must not shift the seeds.
-        sampling_rng=rng if settings.engine.seed is None else Random(settings.engine.seed),
-        max_body_bytes=settings.max_body_bytes,
-        body_timeout_s=settings.body_timeout_s,
-    )
+    connections = Connections(head_timeout_s=settings.body_timeout_s)
+    routes = _routes(settings, identity, name, dispatcher, ledger, tokenizer, clock, rng, connections)
     runner = web.AppRunner(
-        routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=ANSWER_GRACE_S
+        routes.app(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=ANSWER_GRACE_S,
+        keepalive_timeout=KEEPALIVE_TIMEOUT_S,
     )
     delivering = asyncio.create_task(dispatcher.run())
+    server: asyncio.Server | None = None
     try:
         await runner.setup()
+        assert runner.server is not None
         try:
-            await web.SockSite(runner, listener, backlog=BACKLOG).start()
+            server = await asyncio.get_running_loop().create_server(
+                connections.factory(runner.server), sock=listener, backlog=BACKLOG
+            )
         except OSError as error:
             # Another process bound the port without listening, and began to listen first.
-            raise _port_error(settings.host, settings.port, error) from error
-        yield RunningServer(_url(settings.host, listener), identity, dispatcher, ledger)
+            raise port_error(settings.host, settings.port, error) from error
+        yield RunningServer(url_of(settings.host, listener), identity, dispatcher, ledger)
     finally:
-        await _stop(runner, dispatcher, core, delivering, ledger)
+        await _drain(dispatcher, settings.drain_timeout_s, hurry)
+        await _stop(server, runner, dispatcher, core, delivering, ledger)
+
+
+def _routes(
+    settings: ServeSettings,
+    identity: Identity,
+    name: str,
+    dispatcher: Dispatcher,
+    ledger: ServerLedger,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    rng: Random,
+    connections: Connections,
+) -> Routes:
+    limits = Limits(
+        models=(name,),
+        vocab_size=identity.vocab_size,
+        max_model_len=identity.max_model_len,
+        logprobs_mode=settings.engine.logprobs_mode,
+        takes_priorities=settings.engine.scheduling_policy == "priority",
+    )
+    return Routes(
+        dispatcher=dispatcher,
+        ledger=ledger,
+        reader=PromptReader(tokenizer),
+        answerer=Answerer(
+            dispatcher=dispatcher,
+            ledger=ledger,
+            tokenizer=tokenizer,
+            limits=limits,
+            clock=clock,
+            rng=rng,
+            # Of its own: request and span ids drawn in between must not shift the seeds.
+            sampling_rng=rng if settings.engine.seed is None else Random(settings.engine.seed),
+            write_timeout_s=settings.write_timeout_s,
+        ),
+        limits=limits,
+        clock=clock,
+        rng=rng,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
+        api_keys=settings.api_keys,
+        connections=connections,
+    )
+
+
+async def _drain(dispatcher: Dispatcher, timeout_s: float, hurry: asyncio.Event | None) -> None:
+    """Finish what runs, still answering (503) whoever comes, until time is up or `hurry` is set."""
+    if dispatcher.num_open and timeout_s:
+        print(
+            f"firstdiff serve: finishing {dispatcher.num_open} requests within {timeout_s:g} s: "
+            "a second signal ends them",
+            file=sys.stderr,
+            flush=True,
+        )
+    draining = asyncio.create_task(dispatcher.drain("the server is shutting down", timeout_s=timeout_s))
+    hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, hurried):
+        task.cancel()
+    await asyncio.gather(draining, hurried, return_exceptions=True)
 
 
 async def _stop(
+    server: asyncio.Server | None,
     runner: web.AppRunner,
     dispatcher: Dispatcher,
     core: CoreClient,
@@ -229,8 +323,8 @@ async def _stop(
     ledger: ServerLedger,
 ) -> None:
     """Stop listening, fail what is in flight, let those answers out, end the core, flush the log."""
-    for site in list(runner.sites):
-        await site.stop()
+    if server is not None:
+        server.close()
     dispatcher.stop_taking("the server is shutting down")
     try:
         await runner.cleanup()
@@ -240,31 +334,6 @@ async def _stop(
         await asyncio.to_thread(ledger.close)
         if ledger.num_lost_rows:
             print(f"firstdiff serve: {ledger.num_lost_rows} rows of the log were lost", file=sys.stderr)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to host and port, not listening yet; ValueError when that cannot be."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ValueError(f"expected --host as an address of this machine, got {host!r}: {error}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _port_error(host, port, error) from error
-    return listener
-
-
-def _port_error(host: str, port: int, error: OSError) -> ValueError:
-    return ValueError(
-        f"expected a free --port, got {port} on {host}: {os.strerror(error.errno or 0)}: "
-        "stop what uses it, choose another, or 0 for any"
-    )
 
 
 def make_log_dir(log_dir: Path) -> None:
@@ -293,11 +362,6 @@ def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -
         )
     except OSError as error:
         raise _log_error(settings.log_dir, error) from error
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _print_line(line: str) -> None:

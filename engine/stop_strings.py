@@ -3,7 +3,8 @@
 Owns: finding the first stop string, and holding back text that may be the start of one. Refuses to know:
 tokens, requests. Invariants: the result does not depend on how the text was cut into pieces: the match is
 the one that would be seen first reading character by character (the earliest end; of those the earliest
-start); nothing of a stop string, and nothing after it, is ever given out; without a match everything is.
+start); nothing of a stop string (unless told to include it), and nothing after it, is ever given out; without
+a match everything is.
 
 Usage: `text, stopped_by = matcher.push(delta)`; at the end `text = matcher.finish()`.
 """
@@ -16,8 +17,10 @@ from collections.abc import Sequence
 class StopMatcher:
     """Watches one text for any of `stops` (none of them empty)."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: the stop string itself is given out too."""
         assert all(stops)
+        self._include = include
         self._stops = stops
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._longest = max(map(len, stops), default=0)
@@ -32,10 +35,14 @@ class StopMatcher:
         if match is not None:
             start, stop = match
             self._held = ""
-            return text[:start], stop
+            return text[: start + len(stop) if self._include else start], stop
         keep = self._start_of_possible_stop(text)
         self._held = text[keep:]
         return text[:keep], None
+
+    def skip(self, delta: str) -> str:
+        """Text that no stop string may touch yet; all that is given out so far."""
+        return self.finish() + delta
 
     def finish(self) -> str:
         """What was held back: the text ended without a stop string."""

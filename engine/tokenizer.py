@@ -10,7 +10,7 @@ Usage: `tokenizer = Tokenizer.load(folder.path); ids = tokenizer.encode("Hello")
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +70,30 @@ class Tokenizer:
         text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        template = self._transformers.chat_template
+        return template is not None and "tools" in str(template)
+
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation; ValueError where there is no template or it refuses them."""
         if self._transformers.chat_template is None:
             raise ValueError("expected a model with a chat template, got none: use /v1/completions")
         try:
-            text = self._transformers.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            # Their type wants less than what templates take.
+            apply: Any = self._transformers.apply_chat_template
+            text = apply(
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is a program and raises what it likes
             raise ValueError(f"expected messages that the chat template takes, got: {error}") from error

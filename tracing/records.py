@@ -189,7 +189,8 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
 
     The five per-token lists have one entry for each of `token_ids`, in output order. `token_ids`
     includes the EOS or stop token when one ended the request; `text` does not. `identity_sha256`
-    points at the Identity line of the same log (SHA-256 of its JSON). `received_ns`, `tokenized_ns` and
+    points at the Identity line of the same log (SHA-256 of its JSON). `user` and `metadata` are what the
+    client called the request. `received_ns`, `tokenized_ns` and
     `flushed_ns` are the server's: HTTP body read, prompt ids ready, last byte written.
     """
 
@@ -221,6 +222,8 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     prefill_chunks: list[PrefillChunk]
     num_preemptions: int
     priority: int = 0
+    user: str | None = None
+    metadata: dict[str, str] = {}
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

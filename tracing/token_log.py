@@ -49,6 +49,8 @@ class ServerStamps(msgspec.Struct, frozen=True, kw_only=True):
     received_ns: int
     tokenized_ns: int
     tracestate: str = ""
+    user: str | None = None
+    metadata: dict[str, str] = {}
 
 
 class TokenLogFold:
@@ -121,6 +123,9 @@ class TokenLogFold:
             num_cached_tokens=engine.num_cached_tokens,
             prefill_chunks=engine.prefill_chunks,
             num_preemptions=engine.num_preemptions,
+            priority=engine.priority,
+            user=stamps.user,
+            metadata=stamps.metadata,
         )
 
     def discard(self, request_id: str) -> None:
@@ -200,6 +205,7 @@ def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
         num_output_tokens=len(tokens),
         prefill_chunks=row.prefill_chunks,
         num_preemptions=row.num_preemptions,
+        priority=row.priority,
     )
     return tokens, engine
 

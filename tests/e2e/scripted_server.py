@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
 from random import Random
+from typing import Any
 from urllib.parse import urlsplit
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.core_client import CoreClient, InProcessCore
 from firstdiff.engine.engine import Emit, LLMEngine
+from firstdiff.engine.listening import bind
 from firstdiff.engine.model_store import resolve
-from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, Sequence
-from firstdiff.engine.server import RunningServer, ServeSettings, bind, running_server
+from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, ScheduledSequence, Sequence
+from firstdiff.engine.server import RunningServer, ServeSettings, running_server
 from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.records import Identity
@@ -55,7 +57,14 @@ class Script:
     def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         threading.Event().wait(self.step_s)
         assert self.gate.wait(20)
-        return RunnerOutput([[self._sample(item.sequence)] if item.samples else [] for item in batch.items])
+        return RunnerOutput(
+            [[self._sample(item.sequence)] if item.samples else [] for item in batch.items],
+            {
+                index: prompt_entries(item)
+                for index, item in enumerate(batch.items)
+                if item.sequence.sampling.prompt_logprobs is not None
+            },
+        )
 
     def _sample(self, sequence: Sequence) -> SampledToken:
         token_id = self.next_token(sequence)
@@ -64,6 +73,21 @@ class Script:
             return SampledToken(token_id=token_id)
         top = [(token_id + i, -0.5 - i) for i in range(count)] or [(token_id, -0.5)]
         return SampledToken(token_id=token_id, logprob=-0.5, top_logprobs=top)
+
+
+def prompt_entries(item: ScheduledSequence) -> list[SampledToken]:
+    """The prompt's log-probabilities that a step brings: of token t at position p, -(p + t / 8192)."""
+    sequence = item.sequence
+    count = sequence.sampling.prompt_logprobs
+    assert count is not None
+    end = min(item.start + item.num_scheduled_tokens + 1, sequence.num_prompt_tokens)
+    entries = []
+    for position in range(sequence.num_prompt_logprobs, end):
+        token_id = sequence.prompt_token_ids[position]
+        logprob = -(position + token_id / 8192)
+        top = [(TOKENIZER.vocab_size - 1 - rank, -0.25 - rank / 8) for rank in range(count)]
+        entries.append(SampledToken(token_id, logprob, [*top, (token_id, logprob)]))
+    return entries
 
 
 def scripted_core(script: Script, config: EngineConfig, *, max_model_len: int = 256) -> InProcessCore:
@@ -192,16 +216,18 @@ def scripted_server(
     log_dir: Path | None = None,
     max_body_bytes: int = 1 << 20,
     body_timeout_s: float = 20.0,
-    **engine: int | bool,
+    serve: dict[str, Any] | None = None,
+    **engine: Any,
 ) -> Iterator[ServerUnderTest]:
-    """`serving` round a script; `engine` are EngineConfig fields."""
-    config = EngineConfig(model=MODEL, **engine)  # type: ignore[arg-type]
+    """`serving` round a script; `serve` are further ServeSettings fields, `engine` those of EngineConfig."""
+    config = EngineConfig(model=MODEL, **engine)
     settings = ServeSettings(
         engine=config,
         port=0,
         log_dir=log_dir,
         max_body_bytes=max_body_bytes,
         body_timeout_s=body_timeout_s,
+        **{"drain_timeout_s": 0.0} | (serve or {}),
     )
     with serving(scripted_core(script, config), settings) as server:
         yield server

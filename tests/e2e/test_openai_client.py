@@ -95,7 +95,9 @@ def test_errors_are_the_client_s_own(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
     assert missing.value.param == "model"
     with pytest.raises(openai.BadRequestError, match="not supported"):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "?"}], n=2)
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "?"}], verbosity="low"
+        )
 
 
 def test_an_error_in_a_stream_is_raised_by_the_client() -> None:

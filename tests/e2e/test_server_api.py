@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_server import EOS, MODEL, TOKENIZER, Script, ServerUnderTest, scripted_server, spell
 
-from firstdiff.engine.openai_response import shown_token
+from firstdiff.engine.openai_logprobs import shown_token
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

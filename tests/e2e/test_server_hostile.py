@@ -207,7 +207,7 @@ def test_compressed_bodies_are_read_and_bounded(server: ServerUnderTest) -> None
         ({"model": MODEL, "prompt": "a", "max_tokens": -1}, 400, "-1"),
         ({"model": MODEL, "prompt": "a b " * 400}, 400, "context of 256"),
         ({"model": MODEL, "prompt": [10**9]}, 400, "token ids from 0 to"),
-        ({"model": MODEL, "prompt": "a", "n": 3}, 400, "not supported"),
+        ({"model": MODEL, "prompt": "a", "suffix": "b"}, 400, "not supported"),
         ({"model": MODEL, "prompt": "a", "max_tokens": True}, 400, "got true"),
         ({"model": MODEL, "prompt": "a", "temperature": -1}, 400, "from 0 to 2"),
     ],

@@ -199,7 +199,7 @@ def test_a_killed_core_fails_its_requests_and_health_and_loses_no_row(tmp_path: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_both_processes_with_code_0_and_a_whole_log(tmp_path: Path, number: int) -> None:
-    with serving(log_dir=tmp_path) as served:
+    with serving(log_dir=tmp_path, drain_timeout_s=0.0) as served:
         core_pid = served.core_pid
         body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
         connection = served.send(body)
@@ -215,6 +215,63 @@ def test_a_signal_ends_both_processes_with_code_0_and_a_whole_log(tmp_path: Path
     (row,) = read_token_log(tmp_path)[1]
     assert row.finish_reason == "abort"
     assert row.token_ids
+
+
+def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(tmp_path: Path) -> None:
+    with serving(log_dir=tmp_path) as served:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        connection = served.send(body)
+        stream = connection.getresponse()
+        assert stream.readline()
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: served.ask(path="/ready")[0] == 503)
+        assert served.ask(path="/health") == (200, {"status": "ok"})
+        late = served.send({"prompt": "a"})
+        refused = late.getresponse()
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        assert "shutting down" in json.loads(refused.read())["error"]["message"]
+        late.close()
+        *_, last, done, rest = stream.read().split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        assert json.loads(last.removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
+        connection.close()
+        assert served.process.wait(20) == 0
+        _, stderr = served.process.communicate()
+        assert "finishing 1 requests within 30 s" in stderr
+    (row,) = read_token_log(tmp_path)[1]
+    assert (row.finish_reason, len(row.token_ids)) == ("length", 400)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_what_runs_at_once(tmp_path: Path, second: int) -> None:
+    with serving(log_dir=tmp_path, drain_timeout_s=300.0) as served:
+        core_pid = served.core_pid
+        body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 24}
+        connection = served.send(body)
+        time.sleep(0.3)
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: served.ask(path="/ready")[0] == 503)
+        served.process.send_signal(second)
+        response = connection.getresponse()
+        assert response.status == 503
+        assert "shutting down" in json.loads(response.read())["error"]["message"]
+        connection.close()
+        assert served.process.wait(10) == 0
+        assert not is_alive(core_pid)
+    assert {row.finish_reason for row in read_token_log(tmp_path)[1]} == {"abort"}
+
+
+def test_a_server_that_others_can_reach_says_so_without_a_key() -> None:
+    # A spelling of 127.0.0.1 that is not taken for it: nobody else can reach this test.
+    for keys, says in (((), "anybody who can reach 127.1 "), (("secret",), "")):
+        process = start(host="127.1", api_keys=keys)
+        assert process.stdout is not None
+        assert "listening on" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=20)
+        assert says in stderr
+        assert bool(stderr) == bool(says)
+        assert "secret" not in stderr
 
 
 def test_the_core_dies_with_a_killed_server() -> None:
@@ -276,8 +333,12 @@ def test_a_model_that_the_core_cannot_build_is_one_line_and_exit_code_2(tmp_path
         ({"block_size": 0}, {}, "--block-size"),
         ({}, {"port": 70000}, "--port"),
         ({}, {"host": "no such host"}, "--host"),
-        ({}, {"max_body_bytes": 1}, "max_body_bytes"),
-        ({}, {"body_timeout_s": float("nan")}, "time-out"),
+        ({}, {"max_body_bytes": 1}, "--max-body-bytes"),
+        ({}, {"body_timeout_s": float("nan")}, "--body-timeout"),
+        ({}, {"write_timeout_s": 0.0}, "--write-timeout"),
+        ({}, {"drain_timeout_s": -1.0}, "--drain-timeout"),
+        ({}, {"api_keys": ("good", "two words")}, "--api-key"),
+        ({"logprobs_mode": "raw_logits"}, {}, "--logprobs-mode"),
         ({}, {"served_model_name": ""}, "--served-model-name"),
         ({}, {"otlp_endpoint": "not a url"}, "not a url"),
         ({}, {"log_dir": "FOLDER/file/log"}, "--log-dir"),

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstdiff.engine.openai_api import Limits, parse_chat, parse_completion
+from firstdiff.engine.openai_api import Queueing, parse_chat, parse_completion
 from firstdiff.engine.openai_fields import ApiError, decode_object
+from firstdiff.engine.openai_limits import Limits
 from firstdiff.engine.openai_tokens import parse_detokenize, parse_tokenize
+from firstdiff.tracing.records import Sampling
 
 LIMITS = Limits(models=("m",), vocab_size=100, max_model_len=64, max_prompts=4, max_messages=3)
 
@@ -37,15 +39,12 @@ def refusal(parse: Any, **fields: Any) -> ApiError:
 
 def test_defaults_are_openai_s() -> None:
     ask = completion()
-    assert (ask.temperature, ask.top_p, ask.top_k, ask.max_tokens, ask.logprobs) == (1.0, 1.0, 0, 16, None)
-    assert (ask.stream, ask.include_usage, ask.return_token_ids, ask.stop, ask.seed) == (
-        False,
-        False,
-        False,
-        [],
-        None,
-    )
-    assert chat().max_tokens is None
+    assert (ask.wish.max_tokens, ask.wish.seed, ask.wish.prompt_logprobs, ask.n) == (16, None, None, 1)
+    # Those of the record are the ones that change nothing; the rest is OpenAI's.
+    assert ask.wish.template == Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=0, max_tokens=0)
+    assert (ask.stream, ask.include_usage, ask.return_token_ids, ask.echo) == (False, False, False, False)
+    assert ask.queueing == Queueing()
+    assert chat().wish.max_tokens is None
 
 
 def test_null_is_the_same_as_absent() -> None:
@@ -94,20 +93,90 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ("top_p", [1, 1.0, 1e-9], [0, 0.0, 1.5, -1, False, {}]),
         ("top_k", [-1, 0, 1, 1 << 31], [-2, 1.5, "3", True, (1 << 31) + 1]),
         ("seed", [0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0, "1", True]),
-        ("max_tokens", [1, 64], [0, -1, 65, 1.0, True, 10**40, "9"]),
+        ("max_tokens", [1, 64, None], [0, -1, 65, 1.0, True, 10**40, "9"]),
         ("stream", [True, False], [1, 0, "true", []]),
         ("ignore_eos", [True], [1, "no"]),
         ("return_token_ids", [True], [1]),
         ("stop", ["a", ["a", "b"], [], "x" * 256], ["", [""], ["a"] * 17, "x" * 257, 1, [1], [["a"]], {}]),
         ("stop_token_ids", [[1, 99], []], [[100], [-1], 1, ["a"], [True], [1] * 129]),
         ("user", ["me"], [1, {}]),
-        ("n", [1, 1.0], [2, 0, True, "1"]),
-        ("presence_penalty", [0, 0.0], [0.1, -2, False]),
-        ("logit_bias", [{}], [{"1": 5}, []]),
-        ("response_format", [{"type": "text"}], [{"type": "json_object"}, "text"]),
-        ("min_tokens", [0], [1]),
-        ("prompt_logprobs", [], [0, 1, True]),
-        ("priority", [0], [1]),
+        ("n", [1, 2, 128], [129, 0, 1.0, True, "1"]),
+        ("min_p", [0, 0.5, 1], [-0.1, 1.1, "0", True]),
+        ("presence_penalty", [0, -2, 2], [2.1, -2.1, False, "1"]),
+        ("frequency_penalty", [0.5, -2, 2], [2.1, -2.1, False, "1"]),
+        ("repetition_penalty", [1, 0.1, 100], [0, -1, 101, True]),
+        (
+            "logit_bias",
+            [{}, {"1": 5, "99": -100.0}],
+            [
+                [],
+                {"a": 1},
+                {"100": 1},
+                {"-1": 1},
+                {" 1": 1},
+                {"\u0661": 1},
+                {"1": 101},
+                {"1": True},
+                {"1": "1"},
+            ],
+        ),
+        (
+            "response_format",
+            [
+                {"type": "text"},
+                {"type": "json_object"},
+                {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+                },
+            ],
+            [
+                "text",
+                {},
+                {"type": "xml"},
+                {"type": "json_schema"},
+                {"type": "json_schema", "json_schema": {}},
+                {"type": "json_schema", "json_schema": {"schema": "{"}},
+                {"type": "text", "x": 1},
+                {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+            ],
+        ),
+        (
+            "structured_outputs",
+            [
+                {"json": {}},
+                {"json": "{}"},
+                {"regex": "a"},
+                {"choice": ["a"]},
+                {"grammar": "g"},
+                {"json_object": True},
+            ],
+            [
+                {},
+                {"regex": "a", "json": {}},
+                {"regex": ""},
+                {"choice": []},
+                {"choice": [1]},
+                {"x": 1},
+                {"json": []},
+                {"json_object": False},
+                {"regex": "a", "whitespace_pattern": " "},
+            ],
+        ),
+        ("guided_regex", ["a"], ["", 1]),
+        ("min_tokens", [0, 1], [-1, 65, True]),
+        ("prompt_logprobs", [0, 20], [-1, 21, True]),
+        ("logprobs_mode", ["raw_logprobs", "processed_logprobs"], ["raw_logits", 1]),
+        ("priority", [0], [1, True]),
+        ("cache_salt", ["s"], ["", 1, "x" * 257]),
+        ("use_prefix_cache", [True, False], [1]),
+        ("metadata", [{}, {"a": "b"}], [[], {"a": 1}, {"a": "x" * 513}, {str(i): "" for i in range(17)}]),
+        ("truncate_prompt_tokens", [1, 64], [0, 65, -1]),
+        ("skip_special_tokens", [True, False], [1]),
+        ("include_stop_str_in_output", [True, False], [1]),
+        ("forced_token_ids", [[1, 2]], [[], [100], 1, [True]]),
+        ("allowed_token_ids", [], [[1]]),
+        ("bad_words", [[]], [["a"]]),
         ("no_such_field", [], [0, False, "", []]),
         ("", [], [1]),
     ],
@@ -121,11 +190,12 @@ def test_every_field_has_its_type_and_bounds(field: str, good: list[Any], bad: l
 
 
 def test_fields_of_one_endpoint_only() -> None:
-    completion(best_of=1, echo=False, suffix="")
-    assert refusal(completion, echo=True).param == "echo"
+    completion(best_of=2, n=2, echo=True, suffix="")
+    assert refusal(completion, suffix="x").param == "suffix"
+    assert refusal(completion, best_of=2).param == "best_of"
     assert refusal(completion, tools=[]).code == "unknown_parameter"
     chat(tools=[], tool_choice="none", parallel_tool_calls=True)
-    assert refusal(chat, tools=[{"type": "function"}]).code == "unsupported_parameter"
+    assert refusal(chat, echo=True).param == "echo"
     assert refusal(chat, best_of=1).code == "unknown_parameter"
 
 
@@ -151,8 +221,8 @@ def test_stream_options_need_a_stream() -> None:
 
 
 def test_both_names_of_the_token_limit() -> None:
-    assert chat(max_completion_tokens=5).max_tokens == 5
-    assert chat(max_completion_tokens=5, max_tokens=5).max_tokens == 5
+    assert chat(max_completion_tokens=5).wish.max_tokens == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).wish.max_tokens == 5
     refusal(chat, max_completion_tokens=5, max_tokens=6)
     refusal(completion, max_completion_tokens=5)
 
