@@ -146,7 +146,9 @@ def _choice_grammar(spec: str) -> str:
         raise ValueError("expected choice as a JSON array of strings, got something else")
     if not 1 <= len(choices) <= CHOICES_MAX:
         raise ValueError(f"expected 1 to {CHOICES_MAX} choices, got {len(choices)}")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # Lark's strings are JSON's, but for this character, which JSON takes as it is.
+    quoted = (json.dumps(choice).replace("\x7f", "\\u007f") for choice in choices)
+    return "start: " + " | ".join(quoted)
 
 
 def _limits() -> LLParserLimits:
