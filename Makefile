@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench model model-gemma types
+.PHONY: help demo test check format bench model model-gemma types sim sim-mutants
 
 help:
 	@echo 'make demo    three replicas, one planted defect, two verdicts (about 3 minutes after installation)'
@@ -19,6 +19,8 @@ help:
 	@echo 'make check   format, lint, types and the tidy test'
 	@echo 'make format  rewrite the source the way make check wants it'
 	@echo 'make bench   tokens a second, side by side with transformers'
+	@echo 'make sim     thousands of simulated lives of the scheduler; make sim SEED=n replays one with a trace'
+	@echo 'make sim-mutants  planted defects, and how many seeds it takes to find each'
 	@echo 'make model   fetch SmolLM2-135M-Instruct into the cache folder; make model-gemma: Gemma 3 270M'
 
 # The stamp is written last, so an installation that was cut off is done again.
@@ -44,6 +46,12 @@ test: model model-gemma
 
 bench: model
 	$(BIN)/python tests/bench/bench_engine.py $(ARGS)
+
+sim: $(INSTALLED)
+	$(BIN)/python tests/sim/sim.py $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+sim-mutants: $(INSTALLED)
+	$(BIN)/python tests/sim/mutants.py
 
 # mypy wants folders named like the imports; the links below show it the rooms under their import name.
 types:

@@ -12,7 +12,7 @@ Usage: `hits = pool.match(token_ids, hashes, num_blocks_max=n); pool.hold(hits);
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -196,14 +196,16 @@ class BlockPool:
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """AssertionError unless the counts are those of `block_tables`, the tables of all holders."""
-        held = Counter(block for table in block_tables for block in table)
-        for block, ref_count in enumerate(self._ref_counts):
-            assert ref_count == held[block], f"block {block}: {ref_count} references, {held[block]} holders"
-            assert (block in self._free) == (ref_count == 0), f"block {block} free and held, or neither"
-            cached = self._cached[block]
-            assert cached is None or self._block_by_hash.get(cached.block_hash) == block
-        assert len(self._free) + sum(1 for count in self._ref_counts if count) == self.num_blocks
-        assert len(self._block_by_hash) == sum(1 for cached in self._cached if cached is not None)
+        held = [0] * self.num_blocks
+        for table in block_tables:
+            for block in table:
+                held[block] += 1
+        assert self._ref_counts == held, f"references {self._ref_counts}, holders {held}"
+        free = {block for block, num_holders in enumerate(held) if not num_holders}
+        assert self._free.keys() == free, f"free {sorted(self._free)}, held by nobody {sorted(free)}"
+        cached = {entry.block_hash: block for block, entry in enumerate(self._cached) if entry is not None}
+        assert self._block_by_hash == cached
+        assert len(cached) == self.num_blocks - self._cached.count(None)
 
     def _forget(self, block: int) -> None:
         cached = self._cached[block]

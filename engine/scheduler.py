@@ -156,21 +156,22 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError unless every block, sequence and limit is accounted for."""
         self.pool.check_integrity(sequence.block_table for sequence in self.running)
-        assert {id(s) for s in self._by_id.values()} == {id(s) for s in (*self.running, *self.waiting)}
+        assert {*self._by_id.values()} == {*self.running, *self.waiting}
         assert len(self._by_id) == len(self.running) + len(self.waiting)
         assert len(self.running) <= self._max_num_seqs
-        assert self.waiting == sorted(self.waiting, key=_rank)
+        ranks = [sequence.rank for sequence in self.waiting]
+        assert ranks == sorted(ranks)
         for sequence in self.waiting:
             assert not sequence.block_table
             assert sequence.num_computed_tokens == 0
+        is_settled = self._in_flight is None
         for sequence in self.running:
-            assert sequence.num_computed_tokens < sequence.num_tokens
-            assert len(set(sequence.block_table)) == len(sequence.block_table)
-            if self._in_flight is None:
-                assert len(sequence.block_table) == self._num_blocks_for(sequence.num_computed_tokens)
-        if self._in_flight is None:
-            for sequence in self.running[:-1]:
-                assert sequence.num_computed_tokens == sequence.num_tokens - 1
+            num_computed, table = sequence.num_computed_tokens, sequence.block_table
+            assert num_computed < len(sequence.token_ids)
+            assert len(set(table)) == len(table)
+            assert not is_settled or len(table) == self._num_blocks_for(num_computed)
+            is_last = sequence is self.running[-1]
+            assert not is_settled or is_last or num_computed == len(sequence.token_ids) - 1
 
     def _check(self, sequence: Sequence) -> None:
         """ValueError unless `sequence` can finish when it is alone."""

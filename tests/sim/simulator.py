@@ -1,66 +1,70 @@
 """One seed, one life of an engine: arrivals, aborts and failures first, then everything must finish.
 
 The seed draws every setting (a swarm: most runs are extreme in some way). Each tick is checked against the
-simulator's own books; nothing here trusts the engine's account of itself.
+simulator's own books; nothing here trusts the engine's account of itself. What is checked each tick: every
+read and write of KV, every row, every reference count, the number of free blocks, the order of admissions and
+preemptions, the shape of the batch. What is linear in pool and queue beyond that (`check_everything`) comes
+as often as its cost stays that of a tick: at every tick in a small pool, in proportion less in a larger one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from random import Random
 
-from swarm import Swarm
-from symbolic_runner import SymbolicRunner, expected_answer
+from batch_checks import check_batch_shape, check_need_of_preemption, check_request_row
+from books import Books
+from clients import Client, draw_request, reuse_probes
+from swarm import Swarm, hashes_of
+from symbolic_runner import SymbolicRunner
+from trace_lines import describe_batch, describe_request, describe_rows
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine, QueueFullError
-from firstdiff.engine.sequence import ScheduledBatch
+from firstdiff.engine.sequence import ScheduledBatch, Sequence
 from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import (
     EngineRequestRow,
     FinishReason,
     LoadRow,
+    PromptLogprobsRow,
     Row,
-    Sampling,
     StepRow,
     TokenRow,
     encode_row,
 )
 
+Trace = Callable[[str], None]
 
-@dataclass(slots=True)
-class Client:
-    """A request in flight and what is known of it outside the engine."""
-
-    request: EngineRequest
-    expected_ids: list[int]
-    expected_reason: FinishReason
-    arrival_index: int
-    token_ids: list[int] = field(default_factory=list)
-    abort_reason: FinishReason | None = None
+NUM_CHECKED_AT_ONCE = 8
+"""Blocks and requests for each of which `check_everything` may skip a tick."""
 
 
 class Simulation:
     """An engine on a symbolic model, its clients and the books of both."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, trace: Trace | None = None) -> None:
         self.rng = Random(seed)
         self.swarm = swarm = Swarm.draw(self.rng)
+        self.trace = trace
         self.clock = VirtualClock(start_ns=1)
         self.rows: list[Row] = []
         self.counts: Counter[str] = Counter()
         self.clients: dict[str, Client] = {}
-        self.ended: list[tuple[int, EngineRequestRow]] = []
+        self.ended: list[EngineRequestRow] = []
         self.histories: list[list[int]] = []
-        self.next_step_index = 0
-        self.ran_before: dict[str, int] = {}
+        self.num_ticks = 0
+        self.num_steps = 0
+        self.num_unchecked_ticks = 0
+        self.books = Books(swarm.num_blocks)
         self.runner = SymbolicRunner(
-            num_blocks=swarm.num_blocks,
+            books=self.books,
             block_size=swarm.block_size,
             vocab_size=swarm.vocab_size,
             rng=self.rng,
             clock=self.clock,
+            request_of=lambda request_id: self.clients[request_id].request,
             check=self.check_batch,
         )
         self.engine = LLMEngine(
@@ -71,6 +75,7 @@ class Simulation:
                 max_num_batched_tokens=swarm.max_num_batched_tokens,
                 max_num_waiting=swarm.max_num_waiting,
                 enable_prefix_caching=swarm.enable_prefix_caching,
+                scheduling_policy="fcfs" if swarm.num_priorities == 1 else "priority",
             ),
             runner=self.runner,
             num_blocks=swarm.num_blocks,
@@ -82,108 +87,95 @@ class Simulation:
         self.scheduler = self.engine.scheduler
 
     def run(self) -> None:
-        """Safety under stress, then liveness in peace, then nothing left."""
-        self.runner.error_fraction = self.swarm.error_fraction
-        for _ in range(self.swarm.num_ticks):
-            self.arrive()
-            self.abort()
+        """Safety under stress, then liveness in peace, then nothing left, then reuse as it should be."""
+        swarm, draw = self.swarm, self.rng.random
+        self.runner.error_fraction = swarm.error_fraction
+        for _ in range(swarm.num_ticks):
+            if draw() < swarm.arrival_fraction:
+                for _ in range(1 + int(draw() * swarm.burst_max)):
+                    self.add(self.draw_request())
+            if draw() < swarm.abort_fraction:
+                self.abort()
+            if draw() < swarm.reset_fraction:
+                self.reset()
+            self.propose()
             self.tick()
         self.runner.error_fraction = 0.0
-        # The first running sequence computes a token in every step and is never preempted, so:
-        num_ticks_max = sum(
-            len(client.request.prompt_token_ids) + client.request.sampling.max_tokens
-            for client in self.clients.values()
-        )
-        for _ in range(num_ticks_max):
-            if not self.engine.has_work:
+        for _ in range(self.num_ticks_to_finish()):
+            if not self.clients:
                 break
+            self.propose()
             self.tick()
-        assert not self.clients, f"not finished after {num_ticks_max} peaceful ticks: {self.pending()}"
+        assert not self.clients, f"not finished in peace: {self.pending()}"
         self.check_drained()
+        self.check_reuse()
+
+    def num_ticks_to_finish(self) -> int:
+        """Ticks after which everything has finished.
+
+        The running sequence of the best rank computes a token in every step and is not pushed out. Under fcfs
+        that is the best of all, so each tick is progress for good; under priority the best of all may first
+        wait until those that run have finished, and what they computed may then be lost.
+        """
+        total = sum(len(client.prompt) + client.num_expected for client in self.clients.values())
+        return total if self.swarm.num_priorities == 1 else total * (1 + len(self.clients))
 
     def pending(self) -> str:
-        """Why the simulation is not done."""
         running = [f"{s.request_id} {s.num_computed_tokens}/{s.num_tokens}" for s in self.scheduler.running]
         waiting = [f"{s.request_id} x{s.num_preemptions}" for s in self.scheduler.waiting]
         return f"running {running}, waiting {waiting}, {self.scheduler.pool.num_free_blocks} blocks free"
 
-    def arrive(self) -> None:
-        if self.rng.random() < self.swarm.arrival_fraction:
-            for _ in range(self.rng.randint(1, self.swarm.burst_max)):
-                self.add(self.draw_request())
-
     def draw_request(self) -> EngineRequest:
-        """Often a known beginning, cut at a multiple of the block size -1, 0 or +1, and a fresh end."""
-        rng, swarm = self.rng, self.swarm
-        prompt: list[int] = []
-        if self.histories and rng.random() < swarm.shared_fraction:
-            history = rng.choice(self.histories)
-            cut = swarm.block_size * rng.randint(0, len(history) // swarm.block_size + 1)
-            prompt = history[: max(0, cut + rng.choice([-1, 0, 0, 1]))]
-        num_fresh = rng.choice([0, 1]) if prompt and rng.random() < 0.5 else rng.randint(1, swarm.fresh_max)
-        prompt = prompt + [rng.randrange(swarm.vocab_size) for _ in range(num_fresh)]
-        prompt = prompt[: swarm.max_model_len + rng.choice([1, 0, -1, -8, -8])] or [0]
-        room = max(1, min(swarm.output_max, swarm.max_model_len - len(prompt)))
-        sampling = Sampling(
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            seed=rng.randrange(2),
-            max_tokens=rng.choice([1, room, rng.randint(1, room)]),
-            stop_token_ids=[rng.randrange(swarm.vocab_size)] if rng.random() < swarm.stop_fraction else [],
-            ignore_eos=rng.random() < swarm.ignore_eos_fraction,
-        )
         request_id = f"r{self.counts['requests']}"
-        if self.clients and rng.random() < 0.02:
-            request_id = rng.choice(list(self.clients))
-        self.counts["requests"] += 1
-        self.histories.append(prompt)
-        return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+        if self.clients and self.rng.random() < 0.02:
+            request_id = self.rng.choice(list(self.clients))
+        request = draw_request(self.rng, self.swarm, self.histories, request_id)
+        self.histories.append(request.prompt_token_ids)
+        return request
 
     def add(self, request: EngineRequest) -> None:
         """Hand a request in; it must be taken or refused just as the limits say."""
-        swarm = self.swarm
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        fits = num_tokens <= swarm.max_model_len
-        fits = fits and num_tokens - 1 <= swarm.num_blocks * swarm.block_size
+        swarm, num_prompt = self.swarm, len(request.prompt_token_ids)
+        self.counts["requests"] += 1
+        max_tokens = request.sampling.max_tokens
+        fits = num_prompt + max_tokens <= swarm.max_model_len
+        fits = fits and num_prompt + max(0, max_tokens - 1) <= swarm.num_blocks * swarm.block_size
         is_full = len(self.clients) >= swarm.max_num_seqs + swarm.max_num_waiting
         is_new = request.request_id not in self.clients
+        assert (request.request_id in self.engine) == (not is_new)
+        outcome = "added"
         try:
             self.engine.add(request)
         except QueueFullError:
-            self.counts["queue full"] += 1
+            outcome = "queue full"
             assert is_full
         except ValueError:
-            self.counts["refused"] += 1
+            outcome = "refused"
             assert not is_full
             assert not (fits and is_new)
         else:
-            assert fits
-            assert is_new
-            assert not is_full
-            expected = expected_answer(
-                request.prompt_token_ids,
-                request.sampling,
-                vocab_size=swarm.vocab_size,
-                eos_token_ids=swarm.eos_token_ids,
-            )
-            self.clients[request.request_id] = Client(request, *expected, self.counts["requests"])
+            assert fits and is_new and not is_full  # noqa: PT018
+            client = Client(request, (request.priority, self.counts["requests"]), swarm)
+            self.clients[request.request_id] = client
+            self.books.enqueue(client.rank, request.request_id)
+        self.counts[outcome] += 1
         assert not self.rows
+        if self.trace is not None:
+            self.trace(f"{outcome} {describe_request(request)}")
 
     def abort(self) -> None:
-        if self.rng.random() >= self.swarm.abort_fraction:
-            return
         assert not self.engine.abort("never seen")
         if not self.clients:
             return
         client = self.rng.choice(list(self.clients.values()))
         reason: FinishReason = self.rng.choice(["abort", "stop"])
         client.abort_reason = reason
-        self.counts["aborts of preempted or waiting"] += any(
-            s.request_id == client.request.request_id for s in self.scheduler.waiting
-        )
-        assert self.engine.abort(client.request.request_id, reason=reason)
-        assert not self.engine.abort(client.request.request_id)
+        request_id = client.request.request_id
+        if self.trace is not None:
+            self.trace(f"abort {request_id} as {reason}")
+        assert self.engine.abort(request_id, reason=reason)
+        assert not self.engine.abort(request_id)
+        assert request_id not in self.engine
         row, load = self.rows
         assert isinstance(row, EngineRequestRow)
         assert isinstance(load, LoadRow)
@@ -193,29 +185,54 @@ class Simulation:
         self.counts["aborts"] += 1
         self.check_accounts()
 
+    def reset(self) -> None:
+        """Forget the prefix cache; the runner sees to it that nothing from before is found."""
+        pool = self.scheduler.pool
+        num_cached = pool.num_cached_blocks
+        self.counts["forgotten while held"] += bool(num_cached and self.books.num_held)
+        assert self.engine.reset_prefix_cache() == num_cached
+        assert pool.num_cached_blocks == 0
+        self.runner.epoch += 1
+        self.counts["resets"] += 1
+        if self.trace is not None:
+            self.trace(f"reset: {num_cached} cached blocks forgotten")
+        self.check_accounts()
+
+    def propose(self) -> None:
+        """Set drafts, as a drafter would between two steps."""
+        swarm, draw = self.swarm, self.rng.random
+        if not swarm.draft_fraction:
+            return
+        for sequence in self.scheduler.running:
+            assert not sequence.draft_token_ids
+            if draw() < swarm.draft_fraction:
+                drafts = self.clients[sequence.request_id].proposal(self.rng, swarm)
+                sequence.draft_token_ids = drafts
+                self.counts["empty proposals"] += not drafts
+
     def tick(self) -> None:
-        self.runner.failed = False
-        had_work = bool(self.clients)
+        runner, had_work = self.runner, bool(self.clients)
+        runner.failed = False
+        self.num_ticks += 1
         assert self.engine.has_work == had_work
         returned = self.engine.step()
-        if self.runner.violation is not None:
-            raise self.runner.violation
-        rows = list(self.rows)
+        if runner.violation is not None:
+            raise runner.violation
+        assert bool(self.rows) == had_work
+        rows = self.rows[:]
         self.rows.clear()
-        assert bool(rows) == had_work
-        assert [row for row in rows if isinstance(row, TokenRow)] == returned
         if rows:
-            self.take_step(rows)
+            self.take_step(rows, returned)
         self.check_accounts()
 
     def check_load(self, row: StepRow | LoadRow) -> None:
         """What the row says is held is what is held now, so that an idle engine has said 0."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert (row.num_running, row.num_waiting) == (len(running), len(waiting))
-        assert row.num_used_blocks == self.scheduler.pool.num_used_blocks <= row.num_blocks
+        assert row.num_running == len(self.scheduler.running)
+        assert row.num_waiting == len(self.scheduler.waiting)
+        assert row.num_used_blocks == self.scheduler.pool.num_used_blocks
         assert row.num_blocks == self.swarm.num_blocks
 
-    def take_step(self, rows: list[Row]) -> None:
+    def take_step(self, rows: list[Row], returned: list[TokenRow]) -> None:
         batch, step = self.runner.last_batch, rows[-1]
         assert batch is not None
         assert isinstance(step, StepRow)
@@ -223,138 +240,156 @@ class Simulation:
         assert step.batch_size == len(batch.items)
         self.check_load(step)
         assert step.started_ns < step.ended_ns <= self.clock.now_ns()
-        self.counts["preemptions"] += step.num_preemptions
-        self.counts["queried tokens"] += step.num_prefix_queried_tokens
-        self.counts["hit tokens"] += step.num_prefix_hit_tokens
-        self.counts["runner errors"] += self.runner.failed
-        is_ending = False
+        counts = self.counts
+        if step.num_preemptions:
+            counts["preemptions"] += step.num_preemptions
+        if step.num_prefix_queried_tokens:
+            counts["queried tokens"] += step.num_prefix_queried_tokens
+            counts["hit tokens"] += step.num_prefix_hit_tokens
+        counts["runner errors"] += self.runner.failed
+        if self.trace is not None:
+            self.trace(describe_rows(rows))
+        kind, clients, tokens = 0, self.clients, []
         for row in rows[:-1]:
-            if isinstance(row, TokenRow):
-                assert not is_ending, "a token after the end of a request of the same step"
-                self.take_token(row, step)
+            before = kind
+            if type(row) is TokenRow:
+                kind = 1
+                clients[row.request_id].take_token(row, step)
+                tokens.append(row)
+            elif type(row) is PromptLogprobsRow:
+                clients[row.request_id].take_prompt_logprobs(row)
+                counts["prompt log-probabilities"] += len(row.logprobs)
             else:
                 assert isinstance(row, EngineRequestRow)
-                is_ending = True
+                kind = 2
                 self.end(row)
-        for client in self.clients.values():
-            assert len(client.token_ids) < len(client.expected_ids), "a request outlives its last token"
-
-    def take_token(self, row: TokenRow, step: StepRow) -> None:
-        assert not self.runner.failed
-        client = self.clients[row.request_id]
-        assert row.token_index == len(client.token_ids)
-        assert row.token_id == client.expected_ids[row.token_index]
-        assert (row.step_index, row.batch_size) == (step.step_index, step.batch_size)
-        assert step.started_ns < row.emitted_ns <= step.ended_ns
-        client.token_ids.append(row.token_id)
+            assert kind >= before, "prompt rows, then tokens, then ends"
+        assert tokens == returned
+        assert not (tokens and self.runner.failed)
 
     def end(self, row: EngineRequestRow) -> None:
         """A request is over: for the reason that the books know, with the tokens that they know."""
         client = self.clients.pop(row.request_id)
-        prompt = client.request.prompt_token_ids
-        assert row.prompt_token_ids == prompt
-        assert row.sampling == client.request.sampling
-        assert row.num_output_tokens == len(client.token_ids)
+        was_queued = self.books.dequeue(client.rank, row.request_id)
+        request = client.request
+        assert row.prompt_token_ids == request.prompt_token_ids
+        assert row.sampling == request.sampling
+        assert row.priority == request.priority
+        assert row.num_output_tokens == client.num_tokens
+        assert row.num_preemptions == client.num_preemptions
+        assert row.num_cached_tokens == (client.num_cached_tokens or 0)
         if client.abort_reason is not None:
             assert (row.finish_reason, row.error) == (client.abort_reason, None)
+            self.counts["aborts of preempted or waiting"] += was_queued
         elif self.runner.failed:
             assert row.finish_reason == "error"
             assert row.error
         else:
             assert (row.finish_reason, row.error) == (client.expected_reason, None)
-            assert client.token_ids == client.expected_ids
-            self.histories.append(prompt + client.token_ids)
+            assert client.num_tokens == client.num_expected
+            client.check_prompt_logprobs_complete()
+            self.histories.append(request.prompt_token_ids + client.expected_ids)
             self.counts[f"finished by {row.finish_reason}"] += 1
-        self.check_request_row(row)
-        self.ended.append((client.arrival_index, row))
-
-    def check_request_row(self, row: EngineRequestRow) -> None:
-        """Stamps in order; prefill chunks join up, except where a preemption made them start over."""
-        stamps = [row.arrived_ns, row.first_scheduled_ns, row.first_token_ns, row.finished_ns]
-        reached = [stamp for stamp in stamps if stamp is not None]
-        assert reached == sorted(reached)
-        assert (row.first_token_ns is None) == (row.num_output_tokens == 0)
-        assert row.num_cached_tokens % self.swarm.block_size == 0
-        assert row.num_cached_tokens < len(row.prompt_token_ids)
-        assert self.swarm.enable_prefix_caching or row.num_cached_tokens == 0
-        position, num_restarts, last_step = row.num_cached_tokens, 0, -1
-        for chunk in row.prefill_chunks:
-            assert chunk.num_tokens > 0
-            assert chunk.step_index > last_step
-            num_restarts += chunk.start_token != position
-            position, last_step = chunk.start_token + chunk.num_tokens, chunk.step_index
-        assert num_restarts <= row.num_preemptions
-        assert row.num_output_tokens == 0 or position == len(row.prompt_token_ids)
+            self.counts["finished without a sample"] += not client.num_expected
+        check_request_row(row, self.swarm)
         self.counts["chunked prefills"] += len(row.prefill_chunks) > 1 + row.num_preemptions
+        self.ended.append(row)
 
     def check_batch(self, batch: ScheduledBatch) -> None:
-        """What the runner may rely on, before it runs."""
-        swarm, items = self.swarm, batch.items
-        assert batch.step_index == self.next_step_index
-        self.next_step_index += 1
-        assert 1 <= len(items) <= swarm.max_num_seqs
-        assert sum(item.num_scheduled_tokens for item in items) <= swarm.max_num_batched_tokens
-        assert {id(item.sequence) for item in items} == {id(s) for s in self.scheduler.running}
-        assert len({id(item.sequence) for item in items}) == len(items)
-        now_running = {item.sequence.request_id: item.sequence.num_preemptions for item in items}
-        assert not batch.num_preemptions or now_running.items() <= self.ran_before.items(), (
-            "no room, yet admitted"
-        )
-        self.ran_before = now_running
-        shapes = []
-        for item in items:
-            sequence, end = item.sequence, item.start + item.num_scheduled_tokens
-            assert item.start == sequence.num_computed_tokens
-            assert item.num_scheduled_tokens > 0
-            assert item.samples == (end == sequence.num_tokens)
-            assert end <= sequence.num_tokens
-            assert len(sequence.block_table) == -(-end // swarm.block_size)
-            shapes.append(item.num_scheduled_tokens == 1 and item.samples and item.start > 0)
-        assert shapes == sorted(shapes, reverse=True), "decodes come before prefills"
-        assert batch.num_decode_tokens == sum(shapes)
-        assert batch.num_prefill_tokens == sum(
-            item.num_scheduled_tokens for item, is_decode in zip(items, shapes, strict=True) if not is_decode
-        )
-        written = [
-            (item.sequence.block_table[position // swarm.block_size], position % swarm.block_size)
-            for item in items
-            for position in range(item.start, item.start + item.num_scheduled_tokens)
-        ]
-        assert len(set(written)) == len(written), "two tokens in one slot"
+        """What the runner may rely on, before it runs, and who came and went for it."""
+        running, books, clients = self.scheduler.running, self.books, self.clients
+        assert batch.step_index == self.num_steps
+        self.num_steps += 1
+        assert len(batch.items) == len(running)
+        check_batch_shape(batch, self.swarm)
+        pushed_out = books.not_in(running) if batch.num_preemptions else []
+        assert batch.num_preemptions == len(pushed_out)
+        if self.trace is not None:
+            self.trace(describe_batch(batch, pushed_out))
+        if pushed_out:
+            self.take_pushed_out(batch, pushed_out)
+        admitted = books.before_step(running)
+        assert not (admitted and pushed_out), "no room, yet admitted"
+        for sequence in admitted:
+            client = clients[sequence.request_id]
+            assert books.queue.pop(0) == (client.rank, sequence.request_id), "overtook a better rank"
+            if client.num_cached_tokens is None:
+                client.num_cached_tokens = sequence.num_computed_tokens
+
+    def take_pushed_out(self, batch: ScheduledBatch, pushed_out: list[Sequence]) -> None:
+        """The worst ranks went, and there was no room for the best of them even without drafts."""
+        books, clients = self.books, self.clients
+        kept = max(clients[item.sequence.request_id].rank for item in batch.items)
+        by_rank = sorted((clients[sequence.request_id].rank, sequence) for sequence in pushed_out)
+        assert kept < by_rank[0][0], "a better rank was pushed out"
+        for rank, sequence in reversed(by_rank):
+            num_blocks = len(books.tables[sequence])
+            num_released = books.drop(sequence)
+            clients[sequence.request_id].num_preemptions += 1
+            books.enqueue(rank, sequence.request_id)
+        check_need_of_preemption(batch, by_rank[0][1], num_blocks, num_released, books, self.swarm)
 
     def check_accounts(self) -> None:
         """Each block held or free, each request in flight known to both sides."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, books = self.scheduler, self.books
+        books.after_step(scheduler.running)
+        books.check(scheduler.pool)
+        num_in_flight = len(self.clients)
+        assert self.engine.num_requests == num_in_flight
+        assert len(scheduler.running) + len(scheduler.waiting) == num_in_flight
+        assert len(scheduler.waiting) == len(books.queue)
+        self.num_unchecked_ticks += 1
+        num_objects = num_in_flight + self.swarm.num_blocks
+        if self.num_unchecked_ticks * NUM_CHECKED_AT_ONCE >= num_objects:
+            self.num_unchecked_ticks = 0
+            self.check_everything()
+
+    def check_everything(self) -> None:
+        """All blocks, all slots, the whole queue."""
+        scheduler = self.scheduler
         scheduler.check_integrity()
-        held = {block for sequence in scheduler.running for block in sequence.block_table}
-        assert pool.num_used_blocks == len(held)
-        assert pool.num_used_blocks + pool.num_free_blocks == self.swarm.num_blocks
-        in_flight = [sequence.request_id for sequence in (*scheduler.running, *scheduler.waiting)]
-        assert sorted(in_flight) == sorted(self.clients)
+        self.runner.check_all(scheduler.running)
+        assert [s.request_id for s in scheduler.waiting] == [entry[1] for entry in self.books.queue]
+        in_flight = {s.request_id for s in (*scheduler.running, *scheduler.waiting)}
+        assert in_flight == self.clients.keys()
 
     def check_drained(self) -> None:
-        """Nothing held, nothing owed, sums that agree, first come first served."""
+        """Nothing held, nothing owed, sums that agree."""
+        self.check_everything()
         assert self.scheduler.pool.num_used_blocks == 0
         assert self.engine.step() == []
         assert not self.rows
-        rows = [row for _, row in sorted(self.ended, key=lambda pair: pair[0])]
-        assert sum(row.num_preemptions for row in rows) == self.counts["preemptions"]
-        assert sum(row.num_cached_tokens for row in rows) == self.counts["hit tokens"]
-        first_scheduled = [row.first_scheduled_ns for row in rows if row.first_scheduled_ns is not None]
-        assert first_scheduled == sorted(first_scheduled), "a later request overtook an earlier one"
+        assert sum(row.num_preemptions for row in self.ended) == self.counts["preemptions"]
+        assert sum(row.num_cached_tokens for row in self.ended) == self.counts["hit tokens"]
+        self.counts["drafts"] = self.runner.num_drafts
+        self.counts["accepted drafts"] = self.runner.num_accepted
+
+    def check_reuse(self) -> None:
+        """An idle engine finds all of a prompt that it has just computed, and again after others like it."""
+        swarm, size = self.swarm, self.swarm.block_size
+        if not swarm.enable_prefix_caching or swarm.hash_kind != "healthy" or swarm.vocab_size < 3:
+            return
+        if swarm.num_blocks < 10 or swarm.max_model_len < 2 * size + 1:
+            return
+        for request, is_known in reuse_probes(size):
+            self.add(request)
+            while self.clients:
+                self.tick()
+            assert not is_known or self.ended[-1].num_cached_tokens == 2 * size, "a known prefix is not found"
 
 
-def simulate(seed: int) -> Simulation:
+def simulate(seed: int, trace: Trace | None = None) -> Simulation:
     """Live through one seed; an AssertionError carries how to replay it."""
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, trace)
     try:
-        simulation.run()
+        with hashes_of(simulation.swarm):
+            simulation.run()
     except Exception as error:
-        error.add_note(f"replay: FIRSTDIFF_SIM_SEED={seed} pytest tests/sim  ({simulation.swarm})")
+        error.add_note(f"replay: make sim SEED={seed}  ({simulation.swarm})")
         raise
     return simulation
 
 
 def history_of(simulation: Simulation) -> bytes:
     """Everything that ended, as bytes: equal for equal seeds."""
-    return b"\n".join(encode_row(row) for _, row in simulation.ended)
+    return b"\n".join(encode_row(row) for row in simulation.ended)

@@ -1,59 +1,90 @@
 """A model without numbers: each KV slot holds a hash of the prefix that ends there.
 
 Reading a slot asserts that hash, and the next token is a function of it, so an answer may not depend on
-batching, chunking, prefix reuse, preemption or the fate of its neighbours.
+batching, chunking, prefix reuse, drafts, preemption or the fate of its neighbours.
+
+A sequence reads all slots of its context in each step. To assert that cheaply, a slot is compared when a
+sequence first reads it, and from then on cannot change: `write` asserts that nobody else holds the block, by
+the simulator's own books, and the books assert that a table only grows. `check_all` compares everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
+from books import Books
+
+from firstdiff.engine.engine import EngineRequest
 from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import FinishReason, Sampling
 
-EMPTY = -1
 STEP_NS = 1_000_000
-_MASK = (1 << 61) - 1
+NUM_BEYOND = 3
+"""How many tokens after its end an expected answer goes on: what drafts could bring, were they not cut."""
 
 
-def mix(value: int, other: int) -> int:
-    """A well-spread function of the pair, in 0..2**61-1, equal on every machine."""
-    x = (value * 0x9E3779B97F4A7C15 + other + 1) & ((1 << 64) - 1)
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
-    return (x ^ (x >> 27)) & _MASK
+def chain(token_ids: Iterable[int], hashes: list[int]) -> list[int]:
+    """`hashes` extended by the hash of each prefix that ends with one of `token_ids`."""
+    last = hashes[-1] if hashes else 0
+    for token_id in token_ids:
+        # Tuples of integers hash to the same 64 bits in every process.
+        last = hash((last, token_id))
+        hashes.append(last)
+    return hashes
 
 
-def prefix_hashes(token_ids: list[int], known: list[int]) -> list[int]:
-    """`known` extended to one hash for each of `token_ids`."""
-    for index in range(len(known), len(token_ids)):
-        known.append(mix(known[index - 1] if index else 0, token_ids[index]))
-    return known
+def next_token(prefix_hash: int, sampling: Sampling, token_index: int, vocab_size: int) -> int:
+    """Output token `token_index`, after a prefix of that hash."""
+    if sampling.forced_token_ids is not None:
+        # One past the last is only ever asked of a draft that will be cut.
+        return (sampling.forced_token_ids + [0] * NUM_BEYOND)[token_index]
+    return hash((sampling.seed, prefix_hash)) % vocab_size
 
 
-def next_token(prefix_hash: int, sampling: Sampling, vocab_size: int) -> int:
-    return mix(prefix_hash, sampling.seed) % vocab_size
+def prompt_logprob(prefix_hash: int) -> float:
+    """The log-probability of the prompt token after a prefix of that hash."""
+    return -(prefix_hash % 1009) / 8
 
 
 def expected_answer(
-    prompt: list[int], sampling: Sampling, *, vocab_size: int, eos_token_ids: frozenset[int]
-) -> tuple[list[int], FinishReason]:
-    """What a request must get, alone or in any company: no scheduler, no blocks, one loop."""
-    token_ids = list(prompt)
-    hashes: list[int] = []
-    while True:
-        token = next_token(prefix_hashes(token_ids, hashes)[-1], sampling, vocab_size)
+    hashes: list[int], sampling: Sampling, *, vocab_size: int, eos_token_ids: frozenset[int]
+) -> tuple[list[int], int, FinishReason]:
+    """What a request must get, alone or in any company, after a prompt of these prefix hashes.
+
+    Tokens up to NUM_BEYOND beyond the end, how many of them count, and the reason of the end.
+    """
+    last = hashes[-1]
+    token_ids: list[int] = []
+    num_kept, reason = sampling.max_tokens, "length"
+    num_tokens = num_kept + NUM_BEYOND if num_kept else 0
+    can_stop = sampling.forced_token_ids is None
+    while len(token_ids) < num_tokens:
+        token = next_token(last, sampling, len(token_ids), vocab_size)
+        last = hash((last, token))
         token_ids.append(token)
-        output = token_ids[len(prompt) :]
-        if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
-            return output, "stop"
-        if len(output) == sampling.max_tokens:
-            return output, "length"
+        stops = token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
+        if stops and can_stop and sampling.min_tokens <= len(token_ids) <= num_kept:
+            can_stop, num_kept, reason = False, len(token_ids), "stop"
+            num_tokens = num_kept + NUM_BEYOND
+    return token_ids, num_kept, reason  # type: ignore[return-value]
 
 
 class InjectedError(RuntimeError):
     """A failure of the model that the simulation asked for."""
+
+
+class Context:
+    """What one sequence has read and written since it was admitted; `hashes` also before that."""
+
+    __slots__ = ("hashes", "num_verified", "step_index", "tag")
+
+    def __init__(self) -> None:
+        self.hashes: list[int] = []
+        self.num_verified = 0
+        self.step_index = -2
+        self.tag: tuple[int, str | None] = (0, None)
 
 
 class SymbolicRunner:
@@ -61,29 +92,38 @@ class SymbolicRunner:
 
     `check` sees each batch before it runs. The first broken invariant is kept in `violation`, because the
     engine, rightly, takes whatever a runner raises for a failed batch. With probability `error_fraction` a
-    step fails half-way, or answers in the wrong shape; `failed` says that the last one did.
+    step fails half-way, or answers in the wrong shape; `failed` says that the last one did. `epoch` counts
+    the resets of the prefix cache.
     """
 
     def __init__(
         self,
         *,
-        num_blocks: int,
+        books: Books,
         block_size: int,
         vocab_size: int,
         rng: Random,
         clock: VirtualClock,
+        request_of: Callable[[str], EngineRequest],
         check: Callable[[ScheduledBatch], None],
     ) -> None:
+        num_blocks = len(books.held)
         self.error_fraction = 0.0
         self.failed = False
         self.violation: AssertionError | None = None
         self.last_batch: ScheduledBatch | None = None
-        self._kv = [[EMPTY] * block_size for _ in range(num_blocks)]
-        self._hashes: dict[Sequence, list[int]] = {}
+        self.epoch = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
+        self._kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._tags: list[tuple[int, str | None] | None] = [None] * num_blocks
+        self._contexts: dict[Sequence, Context] = {}
+        self._books = books
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._rng = rng
         self._clock = clock
+        self._request_of = request_of
         self._check = check
 
     def execute(self, batch: ScheduledBatch) -> RunnerOutput:
@@ -97,47 +137,141 @@ class SymbolicRunner:
             self.violation = violation
             raise
 
+    def check_all(self, running: list[Sequence]) -> None:
+        """Compare every computed slot of every running sequence."""
+        for sequence in running:
+            self._compare(sequence, self._contexts[sequence].hashes, 0, sequence.num_computed_tokens)
+
     def _run(self, batch: ScheduledBatch) -> RunnerOutput:
-        hashes = {
-            id(item): prefix_hashes(item.sequence.token_ids, self._hashes.setdefault(item.sequence, []))
-            for item in batch.items
-        }
+        step_index = batch.step_index
         # All reads of earlier KV come first: no item may lean on what another writes in this step.
-        for item in batch.items:
-            self._assert_holds(item, hashes[id(item)], item.start)
-        num_written = self._rng.randrange(len(batch.items)) if self.failed else len(batch.items)
-        for item in batch.items[:num_written]:
-            self._write(item, hashes[id(item)])
+        contexts = [self._read(item, step_index) for item in batch.items]
         if self.failed:
+            num_written = self._rng.randrange(len(batch.items))
+            for item, context in zip(batch.items[:num_written], contexts, strict=False):
+                self._write(item, context)
             return self._misbehave(batch)
-        for item in batch.items:
-            self._assert_holds(item, hashes[id(item)], item.start + item.num_scheduled_tokens)
-        return RunnerOutput(
-            [[self._sample(item, hashes[id(item)])] if item.samples else [] for item in batch.items]
-        )
+        tokens: list[list[SampledToken]] = []
+        prompt_logprobs: dict[int, list[SampledToken]] = {}
+        for item, context in zip(batch.items, contexts, strict=True):
+            self._write(item, context)
+            if item.sequence.sampling.prompt_logprobs is not None:
+                prompt_logprobs[len(tokens)] = _prompt_entries(item, context)
+            tokens.append(self._sample(item, context) if item.samples else [])
+        return RunnerOutput(tokens, prompt_logprobs)
+
+    def _read(self, item: ScheduledSequence, step_index: int) -> Context:
+        """Assert the item's context and know the hashes of its new tokens."""
+        sequence, start = item.sequence, item.start
+        context = self._contexts.get(sequence)
+        if context is None:
+            context = self._contexts[sequence] = Context()
+        assert context.step_index != step_index, "twice in one batch"
+        # Who was not in the last step has been admitted since.
+        if context.step_index != step_index - 1:
+            self._admit(sequence, context, start)
+        context.step_index = step_index
+        assert context.num_verified == start, "reads what it never computed"
+        hashes = context.hashes
+        if len(hashes) > start:
+            del hashes[start:]
+        num_drafts = item.num_draft_tokens
+        num_known = start + item.num_scheduled_tokens - num_drafts
+        if start and num_known == start + 1:
+            hashes.append(hash((hashes[-1], sequence.token_ids[start])))
+        else:
+            chain(sequence.token_ids[len(hashes) : num_known], hashes)
+        if num_drafts:
+            chain(sequence.draft_token_ids[:num_drafts], hashes)
+        assert len(hashes) == num_known + num_drafts
+        return context
+
+    def _admit(self, sequence: Sequence, context: Context, start: int) -> None:
+        """Compare all that the cache gave, by content and by who may share it."""
+        request = self._request_of(sequence.request_id)
+        context.tag = (self.epoch, request.cache_salt)
+        context.num_verified = start
+        if not start:
+            return
+        assert request.use_prefix_cache, "cached blocks for one that wants none"
+        assert start % self._block_size == 0
+        chain(sequence.token_ids[len(context.hashes) : start], context.hashes)
+        self._compare(sequence, context.hashes, 0, start)
+        for block in sequence.block_table[: start // self._block_size]:
+            assert self._tags[block] == context.tag, f"{context.tag} finds a block of {self._tags[block]}"
+        if sequence.sampling.prompt_logprobs is not None:
+            is_open = sequence.num_prompt_logprobs < sequence.num_prompt_tokens
+            assert not is_open or start < sequence.num_prompt_logprobs, "a wanted row is not computed"
+
+    def _compare(self, sequence: Sequence, hashes: list[int], start: int, end: int) -> None:
+        table, size = sequence.block_table, self._block_size
+        for index in range(start // size, -(-end // size)):
+            expected = hashes[index * size : min((index + 1) * size, end)]
+            assert self._kv[table[index]][: len(expected)] == expected, (
+                f"{sequence.request_id} reads another prefix in block {table[index]}, its block {index}"
+            )
+
+    def _write(self, item: ScheduledSequence, context: Context) -> None:
+        table, size, hashes = item.sequence.block_table, self._block_size, context.hashes
+        held, kv, position = self._books.held, self._kv, item.start
+        end = position + item.num_scheduled_tokens
+        while position < end:
+            block, offset = table[position // size], position % size
+            num_slots = min(size - offset, end - position)
+            assert held[block] == 1, f"writes to block {block}, held by {held[block]}"
+            if offset:
+                assert self._tags[block] == context.tag
+            else:
+                self._tags[block] = context.tag
+            kv[block][offset : offset + num_slots] = hashes[position : position + num_slots]
+            position += num_slots
+        context.num_verified = end
+
+    def _sample(self, item: ScheduledSequence, context: Context) -> list[SampledToken]:
+        """The next token, and one more for each draft that it confirms."""
+        sequence, hashes = item.sequence, context.hashes
+        num_drafts, vocab_size = item.num_draft_tokens, self._vocab_size
+        position = item.start + item.num_scheduled_tokens - num_drafts - 1
+        token_index = position + 1 - len(sequence.prompt_token_ids)
+        sampling = sequence.sampling
+        token_id = next_token(hashes[position], sampling, token_index, vocab_size)
+        tokens = [SampledToken(token_id)]
+        if num_drafts:
+            for draft in sequence.draft_token_ids[:num_drafts]:
+                if draft != token_id:
+                    break
+                token_id = next_token(
+                    hashes[position + len(tokens)], sampling, token_index + len(tokens), vocab_size
+                )
+                tokens.append(SampledToken(token_id))
+            self.num_drafts += num_drafts
+            self.num_accepted += len(tokens) - 1
+            # What was rejected counts as never written.
+            context.num_verified = position + len(tokens)
+            del hashes[context.num_verified :]
+        return tokens
 
     def _misbehave(self, batch: ScheduledBatch) -> RunnerOutput:
-        token = SampledToken(token_id=0)
-        kind = self._rng.randrange(3)
+        """Raise, or answer in a shape that the engine must refuse."""
+        token = SampledToken(0)
+        kind = self._rng.randrange(5)
+        healthy = [[token] if item.samples else [] for item in batch.items]
         if kind == 0:
             return RunnerOutput([[] if item.samples else [token] for item in batch.items])
         if kind == 1:
-            return RunnerOutput([[token] if item.samples else [] for item in batch.items][:-1])
+            return RunnerOutput(healthy[:-1])
+        if kind == 2:
+            return RunnerOutput(healthy, {len(healthy) - 1: [token] * 1000})
+        if kind == 3 and any(healthy):
+            too_many = [[token] * (item.num_draft_tokens + 2) if item.samples else [] for item in batch.items]
+            return RunnerOutput(too_many)
         raise InjectedError("the model failed as asked")
 
-    def _write(self, item: ScheduledSequence, hashes: list[int]) -> None:
-        table, size = item.sequence.block_table, self._block_size
-        for position in range(item.start, item.start + item.num_scheduled_tokens):
-            self._kv[table[position // size]][position % size] = hashes[position]
 
-    def _assert_holds(self, item: ScheduledSequence, hashes: list[int], num_tokens: int) -> None:
-        table, size = item.sequence.block_table, self._block_size
-        for index in range(-(-num_tokens // size)):
-            expected = hashes[index * size : min((index + 1) * size, num_tokens)]
-            assert self._kv[table[index]][: len(expected)] == expected, (
-                f"{item.sequence.request_id} reads another prefix in block {table[index]}, its block {index}"
-            )
-
-    def _sample(self, item: ScheduledSequence, hashes: list[int]) -> SampledToken:
-        position = item.start + item.num_scheduled_tokens - 1
-        return SampledToken(token_id=next_token(hashes[position], item.sequence.sampling, self._vocab_size))
+def _prompt_entries(item: ScheduledSequence, context: Context) -> list[SampledToken]:
+    """An entry for each prompt token still wanted that follows one computed in this step."""
+    prompt = item.sequence.prompt_token_ids
+    end = min(item.start + item.num_scheduled_tokens + 1, len(prompt))
+    positions = range(item.sequence.num_prompt_logprobs, end)
+    assert not positions or positions[0] > item.start, "the row before a wanted token was skipped"
+    return [SampledToken(prompt[p], prompt_logprob(context.hashes[p - 1])) for p in positions]
