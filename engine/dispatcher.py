@@ -196,6 +196,8 @@ class Dispatcher:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
+            if not timeout_s:
+                return
             logging.getLogger(__name__).warning(
                 "%d requests were not finished within %g s: they fail", self._num_open, timeout_s
             )

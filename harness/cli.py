@@ -1,8 +1,8 @@
 """The command `firstdiff`: parse, wire the rooms together, print, exit.
 
 Owns: commands, exit codes, the one line that a mistake gets. Refuses to know: how anything is done. With
-plugin.py the only module that imports other rooms, and only inside the commands that need them, so that
-the base install, without torch, has all the commands that need none.
+cli_serve.py and plugin.py the only module that imports other rooms, and only inside the commands that need
+them, so that the base install, without torch, has all the commands that need none.
 Invariants: results go to standard output, everything else to standard error; exit 0 pass, 1 fail, 2 usage,
 3 unknown, 4 invalid (the client was late, an endpoint or a replica failed).
 
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import typer
 
+from firstdiff.harness.cli_serve import model_app, serve
 from firstdiff.harness.options import (
     DemoOptions,
     JudgeOptions,
     RunOptions,
-    ServeOptions,
     TargetOptions,
     WorkloadOptions,
     check_output_file,
@@ -36,7 +36,6 @@ from firstdiff.harness.options import (
     refuse_given,
     with_groups,
 )
-from firstdiff.harness.parent import end_with_standard_input
 from firstdiff.harness.progress import printable, progress
 from firstdiff.harness.replica import ReplicaError
 from firstdiff.harness.runs import new_run_id
@@ -61,7 +60,7 @@ app = typer.Typer(
     # Plain help shows long flags whole, and plain errors are one line.
     rich_markup_mode=None,
 )
-model_app = typer.Typer(help="Fetch and list models.", no_args_is_help=True, rich_markup_mode=None)
+app.command()(serve)
 app.add_typer(model_app, name="model")
 
 
@@ -81,56 +80,6 @@ def _options(
 
 def _warn(sentence: str) -> None:
     print(f"firstdiff: {printable(sentence)}", file=sys.stderr)
-
-
-@app.command()
-@with_groups
-def serve(
-    options: ServeOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one and prints it.")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="Default: --model.")] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Write token log and steps here.")] = None,
-    otlp_endpoint: Annotated[str | None, typer.Option(help="Send spans to this OTLP/HTTP URL.")] = None,
-    in_process: Annotated[bool, typer.Option("--in-process", help="Server and core in one.")] = False,
-    stop_on_stdin_end: Annotated[bool, typer.Option("--stop-on-stdin-end", hidden=True)] = False,
-) -> None:
-    """Serve a model over the OpenAI HTTP API."""
-    with needing("engine"):
-        from firstdiff.engine.config import EngineConfig
-        from firstdiff.engine.server import ServeSettings, serve_main
-
-        if stop_on_stdin_end:
-            end_with_standard_input()
-        settings = ServeSettings(
-            engine=EngineConfig(**options.engine_fields()),
-            host=host,
-            port=port,
-            log_dir=log_dir,
-            in_process=in_process,
-            served_model_name=served_model_name,
-            otlp_endpoint=otlp_endpoint,
-        )
-        raise typer.Exit(serve_main(settings))
-
-
-@model_app.command("pull")
-def model_pull(name: str) -> None:
-    """Fetch a model once into the user's cache and print its folder."""
-    with needing("engine"):
-        from firstdiff.engine.model_store import pull
-
-        folder = pull(name, report=lambda line: print(line, file=sys.stderr, flush=True))
-        print(folder.path)
-
-
-@model_app.command("list")
-def model_list() -> None:
-    """Name the models that `pull` knows."""
-    with needing("engine"):
-        from firstdiff.engine.model_store import KNOWN_MODELS
-
-        print("\n".join(sorted(KNOWN_MODELS)))
 
 
 @app.command()

@@ -114,6 +114,14 @@ class ServeOptions:
         int, typer.Option(help="Requests beyond --max-num-seqs that may wait; 429 then.")
     ] = 1024
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV blocks of equal prefixes.")] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        typer.Option(help="By arrival, or by the field priority first."),
+    ] = "fcfs"
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        typer.Option(help="Log-probabilities before or after penalties, temperature and truncation."),
+    ] = "raw_logprobs"
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: random.")] = None
     fault: Annotated[list[str] | None, typer.Option(help="Plant a defect; repeat for more.")] = None
 
@@ -121,6 +129,35 @@ class ServeOptions:
         """What an EngineConfig is made of."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "fault"}
         return values | {"faults": tuple(self.fault or ())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """Where one server listens, whom it answers and how long it waits; the bounds are the server's own."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 takes a free one and prints it.")] = 8000
+    served_model_name: Annotated[str | None, typer.Option(help="Default: --model.")] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="FIRSTDIFF_API_KEY", help="Who sends it is answered; repeat for more."),
+    ] = None
+    log_dir: Annotated[Path | None, typer.Option(help="Write token log and steps here.")] = None
+    otlp_endpoint: Annotated[str | None, typer.Option(help="Send spans to this OTLP/HTTP URL.")] = None
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request, decompressed.")] = 4 << 20
+    body_timeout: Annotated[float, typer.Option(help="Seconds a request may take to arrive.")] = 60.0
+    write_timeout: Annotated[float, typer.Option(help="Seconds an answer may lie unread.")] = 60.0
+    drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs after a signal.")] = 30.0
+    in_process: Annotated[bool, typer.Option("--in-process", help="Server and core in one.")] = False
+    stop_on_stdin_end: Annotated[bool, typer.Option("--stop-on-stdin-end", hidden=True)] = False
+
+    def serve_fields(self) -> dict[str, Any]:
+        """What ServeSettings are made of, beside the engine's."""
+        renamed = {"body_timeout": "body_timeout_s", "write_timeout": "write_timeout_s"}
+        renamed["drain_timeout"] = "drain_timeout_s"
+        values = {renamed.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+        del values["stop_on_stdin_end"]
+        return values | {"api_keys": tuple(values.pop("api_key") or ())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

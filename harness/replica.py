@@ -92,7 +92,13 @@ class Replica:
         out, err = self.log_dir / "stdout.txt", self.log_dir / "stderr.txt"
         with out.open("wb") as stdout, err.open("wb") as stderr:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                # A key in the environment is for the endpoints of others; nobody else can reach this one.
+                env={name: value for name, value in os.environ.items() if name != "FIRSTDIFF_API_KEY"},
+                start_new_session=True,
             )
         try:
             self.url = self._await_url(self._process)

@@ -50,13 +50,17 @@ class Script:
     step_s: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)
     engine: LLMEngine | None = None
+    is_waiting: bool = False
+    """Whether a step waits for the gate."""
 
     def __post_init__(self) -> None:
         self.gate.set()
 
     def execute(self, batch: ScheduledBatch) -> RunnerOutput:
         threading.Event().wait(self.step_s)
+        self.is_waiting = not self.gate.is_set()
         assert self.gate.wait(20)
+        self.is_waiting = False
         return RunnerOutput(
             [[self._sample(item.sequence)] if item.samples else [] for item in batch.items],
             {
@@ -173,7 +177,9 @@ class ServerUnderTest:
 
 
 @contextmanager
-def serving(core: CoreClient, settings: ServeSettings) -> Iterator[ServerUnderTest]:
+def serving(
+    core: CoreClient, settings: ServeSettings, *, tokenizer: Tokenizer = TOKENIZER
+) -> Iterator[ServerUnderTest]:
     """Run a server in a thread with an event loop of its own."""
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
@@ -184,7 +190,7 @@ def serving(core: CoreClient, settings: ServeSettings) -> Iterator[ServerUnderTe
             settings,
             listener=listener,
             core=core,
-            load_tokenizer=lambda: TOKENIZER,
+            load_tokenizer=lambda: tokenizer,
             clock=SystemClock(),
             rng=Random(0),
         )
