@@ -8,13 +8,18 @@ import sys
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import regex
+import tokenizers
+from llguidance import LLTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_driver import EngineUnderTest
 
+from firstdiff.engine.model_store import resolve
 from firstdiff.engine.tiny_model import TOKENIZER_FILE
+from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.records import EngineRequestRow, Sampling, Structure, TokenRow
 
 PERSON = {
@@ -49,11 +54,11 @@ def sampling(structure: Structure | None, seed: int, **changes) -> Sampling:
     return Sampling(structure=structure, seed=seed, **(defaults | changes))
 
 
-def text_of(rows: list[TokenRow]) -> str:
-    from tokenizers import Tokenizer
+TOKENIZER = tokenizers.Tokenizer.from_file(str(TOKENIZER_FILE))
 
-    tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
-    text: str = tokenizer.decode([row.token_id for row in rows], skip_special_tokens=True)
+
+def text_of(rows: list[TokenRow]) -> str:
+    text: str = TOKENIZER.decode([row.token_id for row in rows], skip_special_tokens=True)
     return text
 
 
@@ -155,3 +160,35 @@ def test_a_structure_that_cannot_go_on_fails_its_request_alone(engine):
     assert all(row.error is None for _, row in (answers[0], answers[2]))
     banned = sampling(Structure(kind="choice", spec='["yes"]'), 1, logit_bias={0: -100.0, 2: -100.0})
     assert run(engine, [banned])[0][0] == "yes"
+
+
+MODELS = [
+    "tiny-random",
+    pytest.param("smollm2-135m", marks=pytest.mark.model),
+    pytest.param("gemma3-270m", marks=pytest.mark.model("gemma3-270m")),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_matcher_reads_tokens_as_the_detokenizer_does(model):
+    """Byte-level and SentencePiece alphabets; byte 255, in no UTF-8 text, is the library's own mark."""
+    folder = resolve(model).path
+    tokenizer = Tokenizer.load(folder)
+    theirs = LLTokenizer(str(folder / "tokenizer.json"), eos_token=[1])
+    some = np.random.default_rng(0).permutation(tokenizer.vocab_size)[:20_000].tolist()
+    for token_id in (*range(300), *some):
+        ours = tokenizer.token_bytes(token_id)
+        if not tokenizer.is_special(token_id) and ours != b"\xff":
+            assert theirs.decode_bytes([token_id]) == ours
+
+
+@pytest.mark.model
+def test_smollm2_fills_a_schema_in():
+    engine = EngineUnderTest(model="smollm2-135m", max_model_len=256)
+    tokenizer = Tokenizer.load(resolve("smollm2-135m").path)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Who are you? Answer in JSON."}])
+    structure = Structure(kind="json_schema", spec=json.dumps(PERSON))
+    [rows] = engine.generate([prompt], sampling(structure, 0, temperature=0.0))
+    assert engine.finished[0].finish_reason == "stop"
+    text = tokenizer.decode([row.token_id for row in rows], skip_special_tokens=True)
+    check_whole(structure, text)
