@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firstdiff.engine import block_pool
-from firstdiff.engine.block_pool import ROOT_HASH, BlockPool, chain_hash
+from firstdiff.engine.block_pool import ROOT_HASH, BlockPool, chain_hash, root_hash
 
 SIZE = 4
 
@@ -162,3 +162,59 @@ def test_a_block_released_twice_is_noticed() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError):
         pool.release(blocks)
+
+
+def test_equal_tokens_after_a_colliding_prefix_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prefixes of one hash, one continuation: only who was computed after the right one is found."""
+    monkeypatch.setattr(block_pool, "chain_hash", lambda parent, token_ids: bytes([token_ids[0] // 10]))
+    pool = make_pool(8)
+    first = cache(pool, [1] * SIZE + [30] * SIZE)
+    assert find(pool, [1] * SIZE + [30] * SIZE) == first
+    other = cache(pool, [2] * SIZE + [30] * SIZE)
+    assert find(pool, [1] * SIZE + [30] * SIZE) == []
+    assert find(pool, [2] * SIZE + [30] * SIZE) == other
+    # Back with the first prefix alone: its continuation in the index is still the other's.
+    again = cache(pool, [1] * SIZE)
+    assert find(pool, [1] * SIZE + [30] * SIZE) == again
+    pool.check_integrity([first, other, again])
+
+
+def test_a_salt_sets_a_prefix_apart_even_if_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    cache(pool, [1] * SIZE)
+    assert pool.match([1] * SIZE, [], num_blocks_max=1, salt="a") == []
+    monkeypatch.setattr(block_pool, "root_hash", lambda salt: ROOT_HASH)
+    assert pool.match([1] * SIZE, [], num_blocks_max=1, salt="a") == []
+    assert pool.match([1] * SIZE, [], num_blocks_max=1) != []
+
+
+def test_no_salt_is_the_hash_of_a_block() -> None:
+    tokens = [1, 2, 3, 4]
+    salt = b"".join(token.to_bytes(8, "little") for token in tokens).decode()
+    assert root_hash(salt) != chain_hash(ROOT_HASH, tokens)
+    assert root_hash("") == ROOT_HASH
+    assert len({root_hash("a"), root_hash("b"), root_hash("\ud800")}) == 3
+
+
+def test_a_reset_forgets_held_and_free_blocks() -> None:
+    pool = make_pool()
+    held, free = cache(pool, [1] * SIZE), cache(pool, [2] * SIZE + [3] * SIZE)
+    pool.release(free)
+    assert pool.reset() == 3
+    assert (pool.num_cached_blocks, pool.num_used_blocks) == (0, 1)
+    assert find(pool, [1] * SIZE) == find(pool, [2] * SIZE) == []
+    pool.check_integrity([held])
+    assert pool.reset() == 0
+
+
+def test_a_continuation_of_a_forgotten_prefix_makes_room_for_a_new_one() -> None:
+    pool = make_pool(8)
+    token_ids = [1] * SIZE + [2] * SIZE
+    stale = cache(pool, token_ids)
+    pool._forget(stale[0])
+    assert find(pool, token_ids) == []
+    new = cache(pool, token_ids)
+    assert find(pool, token_ids) == new
+    pool.release(stale)
+    # The stale ones are known no more, so they are reused before all others.
+    assert pool.allocate(2) == stale

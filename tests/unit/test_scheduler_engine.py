@@ -10,7 +10,15 @@ from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine, QueueFullError, Runner
 from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch
 from firstdiff.tracing.clock import VirtualClock
-from firstdiff.tracing.records import EngineRequestRow, LoadRow, Row, Sampling, StepRow, TokenRow
+from firstdiff.tracing.records import (
+    EngineRequestRow,
+    LoadRow,
+    PromptLogprobsRow,
+    Row,
+    Sampling,
+    StepRow,
+    TokenRow,
+)
 
 
 class CountingRunner:
@@ -232,3 +240,116 @@ def test_the_queue_is_full_at_its_limit_and_open_again_below_it() -> None:
     while bench.engine.has_work:
         bench.engine.step()
     assert sum(isinstance(row, EngineRequestRow) for row in bench.rows) == 6
+
+
+class ScriptedRunner:
+    """Answers what it is told, step by step."""
+
+    def __init__(self, *outputs: RunnerOutput) -> None:
+        self._outputs = list(outputs)
+
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
+        return self._outputs.pop(0)
+
+
+def tokens_of(*token_ids: int) -> list[SampledToken]:
+    return [SampledToken(token_id, logprob=-token_id / 8) for token_id in token_ids]
+
+
+def test_each_accepted_draft_has_its_row_and_none_comes_after_the_end() -> None:
+    runner = ScriptedRunner(RunnerOutput([tokens_of(9)]), RunnerOutput([tokens_of(5, 6, 2, 8)]))
+    bench = Bench(runner=runner)
+    bench.add("a", max_tokens=9)
+    bench.engine.step()
+    bench.take()
+    bench.engine.scheduler.running[0].draft_token_ids = [5, 6, 2, 50]
+    rows = bench.engine.step()
+    assert [(row.token_index, row.token_id, row.logprob) for row in rows] == [
+        (1, 5, -5 / 8),
+        (2, 6, -6 / 8),
+        (3, 2, -2 / 8),
+    ]
+    end, step = bench.take()[3:]
+    assert isinstance(end, EngineRequestRow)
+    assert (end.finish_reason, end.num_output_tokens) == ("stop", 4)
+    assert isinstance(step, StepRow)
+    assert (step.num_decode_tokens, step.num_prefill_tokens) == (5, 0)
+
+
+@pytest.mark.parametrize("answer", [(5, 6, 7, 8), (5, 50, 7), (50, 6)])
+def test_a_token_that_was_no_draft_cannot_be_accepted(answer, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(runner=ScriptedRunner(RunnerOutput([tokens_of(9)]), RunnerOutput([tokens_of(*answer)])))
+    bench.add("a", max_tokens=9)
+    bench.engine.step()
+    bench.engine.scheduler.running[0].draft_token_ids = [5, 6]
+    assert bench.engine.step() == []
+    assert "expected accepted drafts of [5, 6] at item 0" in str(bench.take()[-2])
+    assert caplog.records
+
+
+def ask_for_prompt(bench: Bench, start: int, max_tokens: int = 0) -> None:
+    sampling = Sampling(
+        temperature=0,
+        top_k=0,
+        top_p=1,
+        seed=0,
+        max_tokens=max_tokens,
+        prompt_logprobs=0,
+        prompt_logprobs_start=start,
+    )
+    bench.engine.add(
+        EngineRequest(request_id="a", prompt_token_ids=[11, 12, 13, 14, 15, 16], sampling=sampling)
+    )
+
+
+def test_prompt_rows_come_in_chunks_and_no_token_without_max_tokens() -> None:
+    runner = ScriptedRunner(
+        RunnerOutput([[]], {0: tokens_of(13, 14, 15)}), RunnerOutput([[]], {0: tokens_of(16)})
+    )
+    bench = Bench(runner=runner, max_num_batched_tokens=4, max_num_seqs=2)
+    ask_for_prompt(bench, start=2)
+    assert bench.engine.step() == []
+    first, _ = bench.take()
+    assert bench.engine.step() == []
+    second, end, step = bench.take()
+    for row, start, num in ((first, 2, 3), (second, 5, 1)):
+        assert isinstance(row, PromptLogprobsRow)
+        assert (row.request_id, row.start, len(row.logprobs)) == ("a", start, num)
+    assert isinstance(end, EngineRequestRow)
+    assert (end.finish_reason, end.num_output_tokens, end.first_token_ns) == ("length", 0, None)
+    assert isinstance(step, StepRow)
+    assert (step.num_used_blocks, step.num_prefill_tokens) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "entries", [{}, {0: tokens_of(12)}, {0: [SampledToken(12)] * 5}, {0: tokens_of(12) * 6}]
+)
+def test_prompt_rows_must_be_complete(entries, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(runner=ScriptedRunner(RunnerOutput([[]], entries)))
+    ask_for_prompt(bench, start=1)
+    bench.engine.step()
+    end = bench.rows[0]
+    assert isinstance(end, EngineRequestRow)
+    assert "expected 5 prompt log-probabilities at item 0" in str(end.error)
+    assert caplog.records
+
+
+def test_prompt_rows_nobody_asked_for_fail_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(runner=ScriptedRunner(RunnerOutput([tokens_of(1)], {0: tokens_of(12)})))
+    bench.add("a")
+    bench.engine.step()
+    assert "expected no prompt log-probabilities at item 0" in str(bench.rows[0])
+    assert caplog.records
+
+
+def test_the_owner_sees_what_is_in_flight_and_resets_the_cache() -> None:
+    bench = Bench()
+    bench.add("a")
+    assert "a" in bench.engine
+    assert "b" not in bench.engine
+    assert bench.engine.num_requests == 1
+    while bench.engine.has_work:
+        bench.engine.step()
+    assert bench.engine.num_requests == 0
+    assert bench.engine.reset_prefix_cache() == 1
+    assert bench.engine.reset_prefix_cache() == 0
