@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_server import MODEL, TOKENIZER, ServerUnderTest
 
+from firstdiff.tracing.records import TokenLogRow
 from firstdiff.tracing.token_log import read_token_log
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -75,5 +77,14 @@ class Api:
         x, y = (TOKENIZER.token_text(token_id) for token_id in (X, Y))
         return tops[step][x] - tops[step][y]
 
-    def log_row(self) -> Any:
-        return read_token_log(self.log_dir)[1][-1]
+    def logged(self, **fields: Any) -> list[TokenLogRow]:
+        """The rows that the token log gets of a request, one a choice."""
+        answer = self.answer(**fields)
+        request_id = answer["id"].split("-", 1)[1]
+        for _ in range(1000):
+            rows = [r for r in read_token_log(self.log_dir)[1] if r.request_id.startswith(request_id)]
+            if len(rows) == len(answer["choices"]):
+                return rows
+            # A row is written just after the answer.
+            Event().wait(0.01)
+        raise AssertionError(f"no row of {request_id} in the log")

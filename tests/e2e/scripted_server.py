@@ -223,6 +223,7 @@ def scripted_server(
     max_body_bytes: int = 1 << 20,
     body_timeout_s: float = 20.0,
     serve: dict[str, Any] | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
     **engine: Any,
 ) -> Iterator[ServerUnderTest]:
     """`serving` round a script; `serve` are further ServeSettings fields, `engine` those of EngineConfig."""
@@ -235,5 +236,5 @@ def scripted_server(
         body_timeout_s=body_timeout_s,
         **{"drain_timeout_s": 0.0} | (serve or {}),
     )
-    with serving(scripted_core(script, config), settings) as server:
+    with serving(scripted_core(script, config), settings, tokenizer=tokenizer) as server:
         yield server

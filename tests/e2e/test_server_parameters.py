@@ -104,7 +104,7 @@ def test_choices_of_many_prompts_are_ordered_by_prompt(server: ServerUnderTest, 
 
 def test_what_was_resolved_is_in_the_token_log(server: ServerUnderTest, log_dir: Path) -> None:
     api = Api(server, COMPLETIONS, log_dir)
-    api.answer(min_p=0.25, logit_bias={"7": 1}, guided_choice=["a"], max_tokens=3, seed=9, stop="x")
-    sampling = api.log_row().sampling
+    (row,) = api.logged(min_p=0.25, logit_bias={"7": 1}, guided_choice=["a"], seed=9, stop="x")
+    sampling = row.sampling
     assert (sampling.min_p, sampling.logit_bias, sampling.seed) == (0.25, {7: 1.0}, 9)
     assert (sampling.structure.kind, json.loads(sampling.structure.spec)) == ("choice", ["a"])
