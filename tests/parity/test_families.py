@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_families import SIZES, VARIANTS, VOCAB_SIZE, WINDOW, make_attention, make_family
@@ -97,6 +98,26 @@ def test_what_the_windows_hide_never_matters(tmp_path, attention_type):
     assert not torch.equal(last_row([*ids[:reach], ids[reach] - 1, *ids[reach + 1 :]]), expected)
 
 
+@pytest.mark.parametrize("variant", ["qwen2-window", "qwen3", "gemma3"])
+def test_bf16_is_as_far_from_fp32_as_transformers_bf16_is(tmp_path, variant):
+    exact_model = make_family(tmp_path, variant)
+    rounded_model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    decoder = make_decoder(tmp_path, dtype=torch.bfloat16)
+    ours, theirs = [], []
+    for seed in range(6):
+        ids = prompt(40, seed=seed)
+        fed = HandFed(decoder, make_attention(CpuAttention, decoder, dtype=torch.bfloat16))
+        sequence = fed.sequence(ids)
+        rows = torch.stack([fed.step([(sequence, 1)])[0] for _ in ids]).log_softmax(-1)
+        exact = reference_logits(exact_model, ids).log_softmax(-1)
+        rounded = reference_logits(rounded_model, ids).float().log_softmax(-1)
+        ours.append((rows - exact).abs().mean())
+        theirs.append((rounded - exact).abs().mean())
+    assert 1e-3 < sum(ours) < 1.2 * sum(theirs)
+
+
 def test_another_models_rules_are_refused(family):
     _, decoder = family
     cache = make_cache(decoder)
@@ -113,8 +134,6 @@ OLD_GEMMA = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pat
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
 def test_older_gemma_configs_mean_the_same(tmp_path, scaling):
     """The layout of the hub's files, read by transformers and by us."""
-    from transformers import AutoModelForCausalLM
-
     make_family(tmp_path, "gemma3")
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

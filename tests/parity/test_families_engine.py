@@ -32,7 +32,12 @@ def test_greedy_ids_equal_generate_through_the_whole_engine(tmp_path, variant):
         for ids in prompts
     ]
     engine = EngineUnderTest(
-        model=str(tmp_path), dtype="fp32", block_size=BLOCK_SIZE, max_num_batched_tokens=16, num_blocks=256
+        model=str(tmp_path),
+        dtype="fp32",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        num_blocks=256,
     )
     assert ids_of(engine.generate(prompts, greedy(40))) == expected
     assert len({tuple(ids) for ids in expected}) == len(texts)

@@ -86,7 +86,7 @@ def make_family(folder: Path, variant: str, *, vocab_size: int = VOCAB_SIZE) -> 
     return model
 
 
-def make_attention(attention_type: type[Any], decoder: Decoder, **sizes: int) -> AttentionBackend:
+def make_attention(attention_type: type[Any], decoder: Decoder, **sizes: Any) -> AttentionBackend:
     """A backend on a fresh cache, with the decoder's own rules."""
     from tiny_llama import make_cache
 
