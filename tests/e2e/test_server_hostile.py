@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,13 +23,22 @@ from scripted_server import MODEL, Script, ServerUnderTest, scripted_server, spe
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-PATHS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
+SCORE, ABORT, RESET = "/score", "/abort", "/reset_prefix_cache"
+PATHS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize", SCORE, ABORT, RESET)
 BODY_BYTES_MAX = 100_000
+NUM_REQUESTS = int(os.environ.get("FIRSTDIFF_FUZZ_REQUESTS", "800"))
+"""Of the fuzzing of all routes; CI asks for more."""
+MEMORY_GROWTH_MAX_BYTES = 64 << 20
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerUnderTest]:
-    with scripted_server(Script(spell("one two é three ")), max_body_bytes=BODY_BYTES_MAX) as running:
+def script() -> Script:
+    return Script(spell("one two é three "))
+
+
+@pytest.fixture(scope="module")
+def server(script: Script) -> Iterator[ServerUnderTest]:
+    with scripted_server(script, max_body_bytes=BODY_BYTES_MAX) as running:
         yield running
 
 
@@ -63,6 +74,9 @@ NEEDED: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     CHAT: {"messages": MESSAGES},
     "/tokenize": {"prompt": st.text(max_size=9)},
     "/detokenize": {"tokens": IDS},
+    SCORE: {"prompt": TEXT | IDS, "target": TEXT | IDS | st.lists(TEXT, min_size=1, max_size=3)},
+    ABORT: {"request_id": TEXT},
+    RESET: {},
 }
 GENERATION: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 6),
@@ -76,17 +90,35 @@ GENERATION: dict[str, st.SearchStrategy[Any]] = {
     "stream": st.booleans(),
     "return_token_ids": st.booleans(),
     "user": st.text(max_size=5),
-    "n": st.just(1),
+    "n": st.integers(1, 3),
+    "min_p": st.floats(0, 1),
+    "min_tokens": st.integers(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.5, 2),
+    "logit_bias": st.dictionaries(st.integers(0, 2047).map(str), st.floats(-100, 100), max_size=3),
+    "metadata": st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3),
+    "cache_salt": TEXT,
+    "use_prefix_cache": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "truncate_prompt_tokens": st.integers(1, 256),
+    "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs"]),
 }
 OPTIONAL = {
-    COMPLETIONS: GENERATION | {"logprobs": st.integers(0, 20), "echo": st.just(False)},
+    COMPLETIONS: GENERATION | {"logprobs": st.integers(0, 20), "echo": st.booleans()},
     CHAT: GENERATION
     | {"logprobs": st.booleans(), "max_completion_tokens": st.integers(1, 6), "tools": st.just([])},
     "/tokenize": {"add_special_tokens": st.booleans()},
     "/detokenize": {},
+    SCORE: {"top_logprobs": st.integers(0, 20), "use_prefix_cache": st.booleans(), "user": TEXT},
+    ABORT: {},
+    RESET: {},
 }
 # Needs a second field to be right: hostile as often as not.
-EXTRA = ["stream_options", "top_logprobs", "messages", "prompt", "tokens", "n", "best_of", "logit_bias"]
+EXTRA = ["stream_options", "top_logprobs", "messages", "prompt", "tokens", "n", "best_of", "logit_bias",
+         "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+         "guided_grammar", "tools", "tool_choice", "forced_token_ids", "prompt_logprobs", "priority",
+         "stop", "target"]  # fmt: skip
 NAMES = sorted({*EXTRA, *(name for fields in (*NEEDED.values(), *OPTIONAL.values()) for name in fields)})
 
 
@@ -94,7 +126,8 @@ NAMES = sorted({*EXTRA, *(name for fields in (*NEEDED.values(), *OPTIONAL.values
 def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """(path, body): most bodies are right and get to the engine; some have a field that is anything."""
     path = draw(st.sampled_from(PATHS))
-    body = draw(st.fixed_dictionaries({"model": st.just(MODEL)} | NEEDED[path], optional=OPTIONAL[path]))
+    model = {} if path in (ABORT, RESET) else {"model": st.just(MODEL)}
+    body = draw(st.fixed_dictionaries(model | NEEDED[path], optional=OPTIONAL[path]))
     if path in (COMPLETIONS, CHAT) and draw(st.booleans()):
         body |= {
             "stream": True,
@@ -102,9 +135,15 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         }
     if draw(st.booleans()):
         body[draw(st.sampled_from(NAMES) | st.text(max_size=6))] = draw(JSON)
-    if draw(st.integers(0, 9)) == 0:
+    if body and draw(st.integers(0, 9)) == 0:
         body.pop(draw(st.sampled_from(sorted(body))))
     return path, body
+
+
+def resident_bytes() -> int:
+    """Memory of this process, server included; 0 where that is not told."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def check_answer(status: int, headers: dict[str, str], body: bytes) -> None:
@@ -123,22 +162,36 @@ def check_answer(status: int, headers: dict[str, str], body: bytes) -> None:
         json.loads(body)
 
 
-def test_any_json_body_gets_an_answer(server: ServerUnderTest) -> None:
+@pytest.mark.timeout(600)
+def test_any_json_body_gets_an_answer(server: ServerUnderTest, script: Script) -> None:
     seen: Counter[tuple[str, int]] = Counter()
+    sizes: list[int] = []
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck))
     @given(request=requests())
     def check(request: tuple[str, dict[str, Any]]) -> None:
         path, body = request
         status, headers, answer = server.request("POST", path, body)
         check_answer(status, headers, answer)
         seen[path, status // 100] += 1
+        sizes.append(resident_bytes())
 
     check()
     # The bodies are worth something only when they reach the engine about as often as they are refused.
     for path in PATHS:
         assert seen[path, 2] >= 10, seen
         assert seen[path, 4] >= 10, seen
+    # Nothing is left of it: no request, no block, no memory (once caches have filled).
+    assert server.running.dispatcher.num_open == 0
+    for _ in range(500):
+        if server.running.dispatcher.num_in_flight == 0:
+            break
+        Event().wait(0.01)
+    assert script.engine is not None
+    script.engine.scheduler.check_integrity()
+    assert script.engine.scheduler.pool.num_used_blocks == 0
+    if sys.platform == "linux":
+        assert sizes[-1] - sizes[len(sizes) // 3] < MEMORY_GROWTH_MAX_BYTES
 
 
 @settings(max_examples=100, deadline=None)
@@ -166,7 +219,10 @@ def test_any_bytes_get_an_answer(server: ServerUnderTest, path: str, body: bytes
     ],
 )
 def test_malformed_bodies(server: ServerUnderTest, path: str, body: bytes, status: int) -> None:
-    assert server.refusal(path, body)[0] == status
+    if path == RESET and not body:
+        # The one body that may be empty.
+        status = 200
+    assert server.request("POST", path, body)[0] == status
 
 
 def test_a_nested_value_in_any_field_is_described_by_size(server: ServerUnderTest) -> None:
