@@ -118,7 +118,11 @@ class BlockPool:
 
     def num_allocatable(self, hits: list[int]) -> int:
         """How many blocks `allocate` could give once `hits` are held."""
-        return len(self._free) - sum(1 for block in hits if self._ref_counts[block] == 0)
+        num_free = len(self._free)
+        for block in hits:
+            if self._ref_counts[block] == 0:
+                num_free -= 1
+        return num_free
 
     def hold(self, blocks: list[int]) -> None:
         """Add a holder to each of `blocks`."""

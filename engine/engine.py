@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from firstdiff.engine.config import EngineConfig
-from firstdiff.engine.scheduler import Scheduler
+from firstdiff.engine.scheduler import Finished, Scheduler
 from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import (
@@ -175,14 +175,11 @@ class LLMEngine:
                 for sequence in scheduler.fail(batch)
             ]
         else:
-            prompt_rows = _prompt_rows(batch, output)
+            if output.prompt_logprobs:
+                prompt_rows = _prompt_rows(batch, output)
             finished = scheduler.commit(batch, output, executed_ns)
             rows = _token_rows(batch, output, executed_ns)
-            errors = {batch.items[index].sequence: why for index, why in output.failures.items()}
-            ended = [
-                _request_row(sequence, reason, executed_ns, error=errors.get(sequence))
-                for sequence, reason in finished
-            ]
+            ended = _end_rows(batch, output, finished, executed_ns) if finished else []
         for row in (*prompt_rows, *rows, *ended):
             self._emit(row)
         self._emit(
@@ -219,21 +216,24 @@ class LLMEngine:
 
 def _check_output(batch: ScheduledBatch, output: RunnerOutput) -> None:
     """ValueError unless `output` has what each item asked for and no more."""
-    items, tokens = batch.items, output.tokens
-    expected = [item.samples and index not in output.failures for index, item in enumerate(items)]
-    got = [bool(answer) for answer in tokens]
-    if expected != got:
-        raise ValueError(
-            f"expected sampled tokens at items {_indexes(expected)} of {len(expected)}, "
-            f"got them at {_indexes(got)} of {len(got)}: the runner answers item by item"
-        )
-    for index, (item, answer) in enumerate(zip(items, tokens, strict=True)):
+    items, tokens, failures = batch.items, output.tokens, output.failures
+    if failures and not 0 <= min(failures) <= max(failures) < len(items):
+        raise ValueError(f"expected failures of {len(items)} items, got them at {sorted(failures)}")
+    if len(items) != len(tokens):
+        raise ValueError(f"expected answers to {len(items)} items, got {len(tokens)}")
+    for index, item in enumerate(items):
+        answer = tokens[index]
+        if bool(answer) != (item.samples and index not in failures):
+            raise ValueError(
+                f"expected {'no' if answer else 'a'} token at item {index} of {len(items)}, "
+                f"got {len(answer)}: the runner answers item by item"
+            )
         if len(answer) > 1:
             accepted = [token.token_id for token in answer[:-1]]
             drafts = item.sequence.draft_token_ids
             if len(accepted) > item.num_draft_tokens or accepted != drafts[: len(accepted)]:
                 raise ValueError(f"expected accepted drafts of {drafts} at item {index}, got {accepted}")
-        if item.sequence.sampling.prompt_logprobs is not None and index not in output.failures:
+        if item.sequence.sampling.prompt_logprobs is not None and index not in failures:
             num_prompt_logprobs = _num_prompt_logprobs(item)
             entries = output.prompt_logprobs.get(index, [])
             if len(entries) != num_prompt_logprobs or any(entry.logprob is None for entry in entries):
@@ -250,10 +250,6 @@ def _num_prompt_logprobs(item: ScheduledSequence) -> int:
     sequence = item.sequence
     end = item.start + item.num_scheduled_tokens + 1
     return max(0, min(end, sequence.num_prompt_tokens) - sequence.num_prompt_logprobs)
-
-
-def _indexes(flags: list[bool]) -> list[int]:
-    return [index for index, flag in enumerate(flags) if flag]
 
 
 def _prompt_rows(batch: ScheduledBatch, output: RunnerOutput) -> list[PromptLogprobsRow]:
@@ -299,6 +295,16 @@ def _token_rows(batch: ScheduledBatch, output: RunnerOutput, emitted_ns: int) ->
                 )
             )
     return rows
+
+
+def _end_rows(
+    batch: ScheduledBatch, output: RunnerOutput, finished: Finished, finished_ns: int
+) -> list[EngineRequestRow]:
+    errors = {batch.items[index].sequence: why for index, why in output.failures.items()}
+    return [
+        _request_row(sequence, reason, finished_ns, error=errors.get(sequence))
+        for sequence, reason in finished
+    ]
 
 
 def _request_row(

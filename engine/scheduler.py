@@ -113,7 +113,9 @@ class Scheduler:
         items = step.decodes + step.verifications + step.prefills
         assert items
         assert step.budget >= 0
-        num_decode_tokens = len(step.decodes) + sum(item.num_scheduled_tokens for item in step.verifications)
+        num_decode_tokens = len(step.decodes)
+        for item in step.verifications:
+            num_decode_tokens += item.num_scheduled_tokens
         batch = ScheduledBatch(
             self._step_index,
             items,
@@ -215,7 +217,9 @@ class Scheduler:
         num_preemptions = 0
         while self.running:
             shares = running_shares(self.running, step.budget, self._block_size)
-            num_new = sum(share.num_new_blocks for share in shares)
+            num_new = 0
+            for share in shares:
+                num_new += share.num_new_blocks
             if num_new <= self.pool.num_free_blocks:
                 break
             self._preempt(max(self.running, key=_rank))

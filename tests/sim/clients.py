@@ -119,7 +119,9 @@ def draw_sampling(rng: Random, swarm: Swarm, num_prompt: int) -> Sampling:
     if draw() < swarm.sampleless_fraction:
         max_tokens = 0
     stops = draw() < swarm.stop_fraction
-    forced = [byte % swarm.vocab_size for byte in rng.randbytes(max_tokens)]
+    forced: list[int] | None = None
+    if max_tokens and draw() < swarm.forced_fraction:
+        forced = [byte % swarm.vocab_size for byte in rng.randbytes(max_tokens)]
     return Sampling(
         temperature=1.0,
         top_k=0,
@@ -129,7 +131,7 @@ def draw_sampling(rng: Random, swarm: Swarm, num_prompt: int) -> Sampling:
         min_tokens=int(draw() * (max_tokens + 1)) if draw() < 0.1 else 0,
         stop_token_ids=[int(draw() * swarm.vocab_size)] if stops else [],
         ignore_eos=draw() < swarm.ignore_eos_fraction,
-        forced_token_ids=forced if max_tokens and draw() < swarm.forced_fraction else None,
+        forced_token_ids=forced,
         prompt_logprobs=0 if draw() < swarm.prompt_logprobs_fraction else None,
         prompt_logprobs_start=1 + int(draw() * num_prompt * 1.1) if draw() < 0.5 else 1,
     )

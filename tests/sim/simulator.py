@@ -37,7 +37,7 @@ from firstdiff.tracing.records import (
 
 Trace = Callable[[str], None]
 
-NUM_CHECKED_AT_ONCE = 8
+NUM_CHECKED_AT_ONCE = 5
 """Blocks and requests for each of which `check_everything` may skip a tick."""
 
 
@@ -90,6 +90,7 @@ class Simulation:
         """Safety under stress, then liveness in peace, then nothing left, then reuse as it should be."""
         swarm, draw = self.swarm, self.rng.random
         self.runner.error_fraction = swarm.error_fraction
+        self.runner.item_error_fraction = swarm.item_error_fraction
         for _ in range(swarm.num_ticks):
             if draw() < swarm.arrival_fraction:
                 for _ in range(1 + int(draw() * swarm.burst_max)):
@@ -100,7 +101,7 @@ class Simulation:
                 self.reset()
             self.propose()
             self.tick()
-        self.runner.error_fraction = 0.0
+        self.runner.error_fraction = self.runner.item_error_fraction = 0.0
         for _ in range(self.num_ticks_to_finish()):
             if not self.clients:
                 break
@@ -281,9 +282,10 @@ class Simulation:
         if client.abort_reason is not None:
             assert (row.finish_reason, row.error) == (client.abort_reason, None)
             self.counts["aborts of preempted or waiting"] += was_queued
-        elif self.runner.failed:
+        elif self.runner.failed or row.request_id in self.runner.failures:
             assert row.finish_reason == "error"
             assert row.error
+            self.counts["failed alone"] += not self.runner.failed
         else:
             assert (row.finish_reason, row.error) == (client.expected_reason, None)
             assert client.num_tokens == client.num_expected
@@ -335,9 +337,9 @@ class Simulation:
         books.after_step(scheduler.running)
         books.check(scheduler.pool)
         num_in_flight = len(self.clients)
-        assert self.engine.num_requests == num_in_flight
-        assert len(scheduler.running) + len(scheduler.waiting) == num_in_flight
-        assert len(scheduler.waiting) == len(books.queue)
+        num_waiting = len(scheduler.waiting)
+        assert len(scheduler.running) + num_waiting == num_in_flight == self.engine.num_requests
+        assert num_waiting == len(books.queue)
         self.num_unchecked_ticks += 1
         num_objects = num_in_flight + self.swarm.num_blocks
         if self.num_unchecked_ticks * NUM_CHECKED_AT_ONCE >= num_objects:

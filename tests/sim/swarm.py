@@ -34,6 +34,7 @@ class Swarm:
     burst_max: int
     abort_fraction: float
     error_fraction: float
+    item_error_fraction: float
     reset_fraction: float
     shared_fraction: float
     salt_fraction: float
@@ -62,7 +63,7 @@ class Swarm:
             num_blocks=max(1, round(blocks_a_context * rng.choice([0.7, 1, 1, 1.2, 1.5, 2, 3, 8]))),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, block_size, 2 * block_size + 1, 200]),
-            max_num_waiting=rng.choice([1, 3, 1000]),
+            max_num_waiting=rng.choice([1, 4, 1000, 1000]),
             max_model_len=max_model_len,
             enable_prefix_caching=rng.random() < 0.85,
             hash_kind=rng.choice(["healthy"] * 4 + ["few", "no parent", "no tokens"]),
@@ -74,6 +75,7 @@ class Swarm:
             burst_max=rng.choice([1, 1, 2, 8]),
             abort_fraction=rng.choice([0, 0, 0.05, 0.3]),
             error_fraction=rng.choice([0, 0, 0, 0.02, 0.2]),
+            item_error_fraction=rng.choice([0, 0, 0, 0.05]),
             reset_fraction=rng.choice([0, 0, 0.02, 0.2]),
             shared_fraction=rng.choice([0, 0.6, 0.95]),
             salt_fraction=rng.choice([0, 0, 0.5]),

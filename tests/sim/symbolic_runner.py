@@ -55,20 +55,26 @@ def expected_answer(
 
     Tokens up to NUM_BEYOND beyond the end, how many of them count, and the reason of the end.
     """
-    last = hashes[-1]
+    last, seed, forced = hashes[-1], sampling.seed, sampling.forced_token_ids
     token_ids: list[int] = []
-    num_kept, reason = sampling.max_tokens, "length"
+    num_kept = sampling.max_tokens
     num_tokens = num_kept + NUM_BEYOND if num_kept else 0
-    can_stop = sampling.forced_token_ids is None
-    while len(token_ids) < num_tokens:
-        token = next_token(last, sampling, len(token_ids), vocab_size)
+    ends = (
+        set(sampling.stop_token_ids) if sampling.ignore_eos else eos_token_ids.union(sampling.stop_token_ids)
+    )
+    if forced is not None:
+        return forced + [0] * NUM_BEYOND, num_kept, "length"
+    reason: FinishReason = "length"
+    num_least, num_left = max(sampling.min_tokens, 1), num_tokens
+    while num_left:
+        token = hash((seed, last)) % vocab_size
         last = hash((last, token))
         token_ids.append(token)
-        stops = token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
-        if stops and can_stop and sampling.min_tokens <= len(token_ids) <= num_kept:
-            can_stop, num_kept, reason = False, len(token_ids), "stop"
-            num_tokens = num_kept + NUM_BEYOND
-    return token_ids, num_kept, reason  # type: ignore[return-value]
+        num_left -= 1
+        if token in ends and reason == "length" and num_least <= len(token_ids) <= num_kept:
+            num_kept, reason = len(token_ids), "stop"
+            num_left = NUM_BEYOND
+    return token_ids, num_kept, reason
 
 
 class InjectedError(RuntimeError):
@@ -92,8 +98,9 @@ class SymbolicRunner:
 
     `check` sees each batch before it runs. The first broken invariant is kept in `violation`, because the
     engine, rightly, takes whatever a runner raises for a failed batch. With probability `error_fraction` a
-    step fails half-way, or answers in the wrong shape; `failed` says that the last one did. `epoch` counts
-    the resets of the prefix cache.
+    step fails half-way, or answers in the wrong shape; `failed` says that the last one did. With
+    `item_error_fraction` an item fails alone; `failures` are the requests of the last step that did. `epoch`
+    counts the resets of the prefix cache.
     """
 
     def __init__(
@@ -109,7 +116,9 @@ class SymbolicRunner:
     ) -> None:
         num_blocks = len(books.held)
         self.error_fraction = 0.0
+        self.item_error_fraction = 0.0
         self.failed = False
+        self.failures: set[str] = set()
         self.violation: AssertionError | None = None
         self.last_batch: ScheduledBatch | None = None
         self.epoch = 0
@@ -130,6 +139,7 @@ class SymbolicRunner:
         self._clock.advance(STEP_NS)
         self.last_batch = batch
         self.failed = self._rng.random() < self.error_fraction
+        self.failures.clear()
         try:
             self._check(batch)
             return self._run(batch)
@@ -153,12 +163,18 @@ class SymbolicRunner:
             return self._misbehave(batch)
         tokens: list[list[SampledToken]] = []
         prompt_logprobs: dict[int, list[SampledToken]] = {}
+        failures: dict[int, str] = {}
         for item, context in zip(batch.items, contexts, strict=True):
             self._write(item, context)
+            if self.item_error_fraction and self._rng.random() < self.item_error_fraction:
+                failures[len(tokens)] = "NaN as asked"
+                self.failures.add(item.sequence.request_id)
+                tokens.append([])
+                continue
             if item.sequence.sampling.prompt_logprobs is not None:
                 prompt_logprobs[len(tokens)] = _prompt_entries(item, context)
             tokens.append(self._sample(item, context) if item.samples else [])
-        return RunnerOutput(tokens, prompt_logprobs)
+        return RunnerOutput(tokens, prompt_logprobs, failures)
 
     def _read(self, item: ScheduledSequence, step_index: int) -> Context:
         """Assert the item's context and know the hashes of its new tokens."""
@@ -254,7 +270,7 @@ class SymbolicRunner:
     def _misbehave(self, batch: ScheduledBatch) -> RunnerOutput:
         """Raise, or answer in a shape that the engine must refuse."""
         token = SampledToken(0)
-        kind = self._rng.randrange(5)
+        kind = self._rng.randrange(6)
         healthy = [[token] if item.samples else [] for item in batch.items]
         if kind == 0:
             return RunnerOutput([[] if item.samples else [token] for item in batch.items])
@@ -262,6 +278,8 @@ class SymbolicRunner:
             return RunnerOutput(healthy[:-1])
         if kind == 2:
             return RunnerOutput(healthy, {len(healthy) - 1: [token] * 1000})
+        if kind == 4:
+            return RunnerOutput(healthy, {}, {len(healthy): "of nobody"})
         if kind == 3 and any(healthy):
             too_many = [[token] * (item.num_draft_tokens + 2) if item.samples else [] for item in batch.items]
             return RunnerOutput(too_many)

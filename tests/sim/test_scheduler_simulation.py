@@ -5,7 +5,6 @@ A failure says how to replay its seed (`make sim SEED=n`). `FIRSTDIFF_SIM_SEEDS=
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -23,11 +22,6 @@ NUM_AT_ONCE = 50
 NUM_FRESH_SEEDS = 200
 MIN_TICKS_A_SECOND = 4000
 """A fifth of what a quiet core does: this is to notice a check that got slow, not a busy machine."""
-
-
-@pytest.fixture(autouse=True)
-def _failures_on_purpose_stay_quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, logger="firstdiff.engine.engine")
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, NUM_AT_ONCE))
@@ -67,8 +61,8 @@ def test_the_simulation_is_quick_and_not_vacuous() -> None:
         "drafts": 3000,
         "accepted drafts": 2000,
         "empty proposals": 400,
-        "prompt log-probabilities": 3000,
-        "finished by stop": 350,
+        "prompt log-probabilities": 1200,
+        "finished by stop": 200,
         "finished by length": 4000,
         "finished without a sample": 600,
         "refused": 500,

@@ -182,8 +182,17 @@ def test_a_failing_runner_fails_its_batch_and_no_other(caplog: pytest.LogCapture
     assert [(row.request_id, row.finish_reason) for row in ends] == [("c", "length")]
 
 
-@pytest.mark.parametrize("answer", [[], [[]], [[SampledToken(token_id=1)]] * 2])
-def test_an_answer_of_the_wrong_shape_fails_the_batch(answer, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([], "expected answers to 1 items, got 0"),
+        ([[]], "expected a token at item 0 of 1, got 0"),
+        ([[SampledToken(token_id=1)]] * 2, "expected answers to 1 items, got 2"),
+    ],
+)
+def test_an_answer_of_the_wrong_shape_fails_the_batch(
+    answer, message, caplog: pytest.LogCaptureFixture
+) -> None:
     class WrongRunner:
         def execute(self, batch: ScheduledBatch) -> RunnerOutput:
             return RunnerOutput(answer)
@@ -194,7 +203,7 @@ def test_an_answer_of_the_wrong_shape_fails_the_batch(answer, caplog: pytest.Log
     end = bench.rows[0]
     assert isinstance(end, EngineRequestRow)
     assert end.finish_reason == "error"
-    assert "expected sampled tokens at items [0] of 1" in str(end.error)
+    assert message in str(end.error)
     assert caplog.records
 
 
