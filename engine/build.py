@@ -20,8 +20,8 @@ import msgspec
 import torch
 
 from firstdiff.engine.attention import KVCache
-from firstdiff.engine.attention_cpu import CpuAttention
 from firstdiff.engine.batch import build_batch
+from firstdiff.engine.compute import Compute, choose_compute
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import Emit, LLMEngine
 from firstdiff.engine.faults import check_faults, wrap_prepare, wrap_runner
@@ -49,15 +49,15 @@ class CacheShape:
 
 
 def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLMEngine, Identity]:
-    """Load the model and return an idle engine; sets torch's thread count for the whole process."""
+    """Load the model and return an idle engine; sets the thread counts as `choose_compute` does."""
     config.validate()
     check_faults(config.faults)
-    torch.set_num_threads(config.threads)
+    compute = choose_compute(config, clock=clock)
     folder = resolve(config.model)
     model = ModelConfig.load(folder.path)
     shape = cache_shape(config, model)
     dtype = DTYPES[config.dtype]
-    decoder = Decoder(model, load_weights(folder.path, model, dtype=dtype))
+    decoder = Decoder(model, load_weights(folder.path, model, dtype=dtype, ops=compute.ops), compute.ops)
     cache = KVCache.allocate(
         num_layers=model.num_layers,
         num_blocks=shape.num_blocks,
@@ -66,10 +66,11 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
         head_dim=model.head_dim,
         dtype=dtype,
     )
+    attention = compute.make_attention(cache, decoder.attention_rules)
     prepare = partial(build_batch, block_size=config.block_size)
     runner = ModelRunner(
         decoder,
-        CpuAttention(cache, decoder.attention_rules),
+        attention,
         wrap_prepare(prepare, config.faults, num_blocks=shape.num_blocks),
         eos_token_ids=model.eos_token_ids,
         structures=Structures(
@@ -85,7 +86,7 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
         emit=emit,
         clock=clock,
     )
-    return engine, describe(config, folder, decoder, shape)
+    return engine, describe(config, folder, decoder, shape, compute, type(attention).__name__)
 
 
 def cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
@@ -107,12 +108,20 @@ def cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
     return CacheShape(min(wanted, affordable), max_model_len)
 
 
-def describe(config: EngineConfig, folder: ModelFolder, decoder: Decoder, shape: CacheShape) -> Identity:
+def describe(
+    config: EngineConfig,
+    folder: ModelFolder,
+    decoder: Decoder,
+    shape: CacheShape,
+    compute: Compute,
+    attention_backend: str,
+) -> Identity:
     """What this engine is, by hash; the engine settings are what came of them, not what was asked."""
     settings: dict[str, str | int | float | bool | None] = {
         "model": folder.name,
         "dtype": NAMES[decoder.dtype],
-        "threads": torch.get_num_threads(),
+        "threads": compute.threads,
+        "deterministic": compute.deterministic,
         "block_size": config.block_size,
         "num_blocks": shape.num_blocks,
         "max_num_seqs": config.max_num_seqs,
@@ -120,7 +129,7 @@ def describe(config: EngineConfig, folder: ModelFolder, decoder: Decoder, shape:
         "max_num_waiting": config.max_num_waiting,
         "max_model_len": shape.max_model_len,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "attention_backend": CpuAttention.__name__,
+        "attention_backend": attention_backend,
     }
     return Identity(
         model=folder.name,

@@ -25,6 +25,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len` 0 means: what the model's config says. `max_num_waiting` requests may wait
     beyond the running ones (429 then). `scheduling_policy` fcfs takes requests as they arrive,
     priority those of the lowest `priority` first. `logprobs_mode` is of requests that name none.
+    `threads` 0 means: as many as a measurement at the start finds fastest. `deterministic` True asks for
+    log-probabilities that are the same bits alone, batched, chunked, cached and preempted, False for torch's
+    products and attention; None takes the first where it can run, as it is also the faster (compute.py).
     `seed` makes the seeds drawn for requests that name none repeat from start to start, in the order the
     requests come; None draws them from the system. `faults` are names from `engine/faults.py`, empty in
     every healthy engine.
@@ -42,13 +45,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    deterministic: bool | None = None
     seed: int | None = None
     faults: tuple[str, ...] = ()
 
     def validate(self) -> None:
         """Raise ValueError (expected, got, what to do) on the first setting out of bounds."""
         bounds = {
-            "threads": (self.threads, 1, 1024),
+            "threads": (self.threads, 0, 1024),
             "block_size": (self.block_size, 1, 1024),
             "num_blocks": (self.num_blocks, 0, 1 << 30),
             "max_num_seqs": (self.max_num_seqs, 1, 4096),

@@ -12,22 +12,14 @@ Usage: `decoder = Decoder(config, weights); logits = decoder.logits(decoder.forw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from firstdiff.engine.attention import AttentionBackend, AttentionRules
 from firstdiff.engine.batch import Batch
-from firstdiff.engine.linear import Linear
 from firstdiff.engine.model_config import ModelConfig, Rope
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+from firstdiff.engine.ops import HeadShape, Ops, Product, TorchOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +30,13 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor  # [E]
-    qkv: Linear  # E -> (H + 2 Hkv) * D
+    qkv: Product  # E -> (H + 2 Hkv) * D
     qk_norm: torch.Tensor | None  # [H + Hkv, D] fp32, each head of q and k by itself
-    output: Linear  # H * D -> E
+    output: Product  # H * D -> E
     attended_norm: torch.Tensor | None  # [E], of what attention adds
     mlp_norm: torch.Tensor  # [E], of what the MLP reads
-    gate_up: Linear  # E -> 2 F
-    down: Linear  # F -> E
+    gate_up: Product  # E -> 2 F
+    down: Product  # F -> E
     mlp_added_norm: torch.Tensor | None  # [E], of what the MLP adds
 
 
@@ -53,20 +45,21 @@ class DecoderWeights:
     embedding: torch.Tensor  # [V, E]
     layers: list[LayerWeights]
     final_norm: torch.Tensor  # [E]
-    head: Linear  # E -> V
+    head: Product  # E -> V
 
 
 class Decoder:
     """A stack of pre-norm layers with rotary positions and grouped-query attention."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops | None = None) -> None:
         self.config = config
+        self._ops = ops or TorchOps()
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.attention_rules = AttentionRules(
             config.attention_scale, tuple(layer.window for layer in config.layers)
         )
         self._weights = weights
         self.dtype = weights.embedding.dtype
-        self._activation = ACTIVATIONS[config.activation]
         self._ropes = [rope_table(config, rope, self.dtype) for rope in config.ropes]
         self._embedding_scale = (
             None if config.embedding_scale is None else torch.tensor(config.embedding_scale, dtype=self.dtype)
@@ -75,25 +68,26 @@ class Decoder:
     def forward(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         """Final hidden states [S, E] of the sampled rows; writes the KV of every row through `attention`."""
         assert attention.rules == self.attention_rules, "attention that computes another model's scores"
-        weights, eps = self._weights, self.config.rms_norm_eps
-        turns = [(cos[batch.positions][:, None], sin[batch.positions][:, None]) for cos, sin in self._ropes]
+        weights, eps, ops = self._weights, self.config.rms_norm_eps, self._ops
+        turns = [(cos[batch.positions], sin[batch.positions]) for cos, sin in self._ropes]  # [N, D]
         residual = weights.embedding[batch.input_ids]  # [N, E]
         if self._embedding_scale is not None:
             residual = residual * self._embedding_scale
         attention.plan(batch)
+        x = ops.norm(residual, weights.layers[0].input_norm, eps)
         for index, layer in enumerate(weights.layers):
-            cos, sin = turns[self.config.layers[index].rope]  # [N, 1, D]
-            x = layer.qkv(rms_norm(residual, layer.input_norm, eps))
-            x = layer.output(self._attend(x, layer.qk_norm, cos, sin, attention, index))
+            cos, sin = turns[self.config.layers[index].rope]
+            q, k, v = ops.turn(layer.qkv(x), self._heads, cos, sin, layer.qk_norm, eps)
+            x = layer.output(attention.forward(q, k, v, index))
             if layer.attended_norm is not None:
-                x = rms_norm(x, layer.attended_norm, eps)
-            residual = residual + x
-            gate, up = layer.gate_up(rms_norm(residual, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = layer.down(self._activation(gate) * up)
+                x = ops.norm(x, layer.attended_norm, eps)
+            residual, x = ops.add_norm(residual, x, layer.mlp_norm, eps)
+            x = layer.down(ops.gate(layer.gate_up(x), self.config.activation))
             if layer.mlp_added_norm is not None:
-                x = rms_norm(x, layer.mlp_added_norm, eps)
-            residual = residual + x
-        return rms_norm(residual[batch.sampled_rows], weights.final_norm, eps)
+                x = ops.norm(x, layer.mlp_added_norm, eps)
+            if layer is not weights.layers[-1]:
+                residual, x = ops.add_norm(residual, x, weights.layers[index + 1].input_norm, eps)
+        return ops.add_norm(residual[batch.sampled_rows], x[batch.sampled_rows], weights.final_norm, eps)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] fp32 of final hidden states [S, E]."""
@@ -102,45 +96,15 @@ class Decoder:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _attend(
-        self,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: AttentionBackend,
-        index: int,
-    ) -> torch.Tensor:
-        """Norm, rotate and attend: qkv [N, (H + 2 Hkv) * D] -> [N, H * D]."""
-        config = self.config
-        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        rotated = heads[:, :num_rotated]
-        if qk_norm is not None:
-            rotated = rms_norm(rotated, qk_norm, config.rms_norm_eps)
-        rotated = rotate(rotated, cos, sin)
-        q, k = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        return attention.forward(q, k, heads[:, num_rotated:], index)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D] scaled to unit mean square, computed in fp32, then `weight` (arXiv 1910.07467, eq. 4).
-
-    A weight in fp32 is applied before the one rounding to x's dtype. `weight` is [D], or [heads, D].
-    """
-    if weight.dtype == x.dtype and weight.dim() == 1:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
-
 
 def rope_table(config: ModelConfig, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [max_model_len, D], halves repeated as `rotate` wants them; angles in fp32."""
+    """cos and sin [max_model_len, D], halves repeated as `ops.rotate` wants them; angles in fp32."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = scale_frequencies(1.0 / (rope.theta**exponents), rope)
     # One row more than positions that exist: a defect that shifts positions must not crash, but mislead.
     angles = torch.arange(config.max_model_len + 1).float()[:, None] * frequencies  # [T, D / 2]
     angles = torch.cat((angles, angles), dim=-1)
-    # The sign of rotate_half lives in the table: see `rotate`.
+    # The sign of rotate_half lives in the table: see `ops.rotate`.
     sin = angles.sin()
     sin[:, : config.head_dim // 2].neg_()
     return angles.cos().to(dtype), sin.to(dtype)
@@ -160,11 +124,3 @@ def scale_frequencies(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
     span = rope.high_freq_factor - rope.low_freq_factor
     kept = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on x [N, heads, D]: x * cos + rotate_half(x) * sin, halves as in Hugging Face.
-
-    rotate_half(x) = (-x2, x1); here the halves are swapped and the minus sits in `sin`.
-    """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

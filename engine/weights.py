@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from firstdiff.engine.linear import Linear
 from firstdiff.engine.model import DecoderWeights, LayerWeights
 from firstdiff.engine.model_config import ModelConfig
+from firstdiff.engine.ops import Ops, Product, TorchOps
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, *, dtype: torch.dtype, pack: bool = True
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype, ops: Ops | None = None
 ) -> DecoderWeights:
     """Read all `*.safetensors` of `folder`; ValueError names what is missing, unread or misshapen."""
     files = sorted(folder.glob("*.safetensors"))
@@ -33,7 +33,7 @@ def load_weights(
         except (SafetensorError, OSError) as error:
             raise ValueError(f"expected a safetensors file in {file}, got: {error}") from error
     taker = _Taker(tensors, folder, dtype)
-    weights = _decoder_weights(taker, config, pack=pack)
+    weights = _decoder_weights(taker, config, ops or TorchOps())
     taker.refuse_leftovers()
     return weights
 
@@ -72,10 +72,10 @@ class _Taker:
             )
 
 
-def _decoder_weights(taker: _Taker, config: ModelConfig, *, pack: bool) -> DecoderWeights:
+def _decoder_weights(taker: _Taker, config: ModelConfig, ops: Ops) -> DecoderWeights:
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = taker.take("model.embed_tokens.weight", vocab, hidden)
-    layers = [_layer_weights(taker, config, index, pack=pack) for index in range(config.num_layers)]
+    layers = [_layer_weights(taker, config, index, ops) for index in range(config.num_layers)]
     final_norm = taker.take_norm("model.norm.weight", hidden, config.norm_offset)
     if config.tie_word_embeddings:
         taker.drop("lm_head.weight")
@@ -83,23 +83,23 @@ def _decoder_weights(taker: _Taker, config: ModelConfig, *, pack: bool) -> Decod
     else:
         head = taker.take("lm_head.weight", vocab, hidden)
     return DecoderWeights(
-        embedding=embedding, layers=layers, final_norm=final_norm, head=Linear(head, pack=pack)
+        embedding=embedding, layers=layers, final_norm=final_norm, head=ops.linear(head, None, wide=True)
     )
 
 
-def _layer_weights(taker: _Taker, config: ModelConfig, index: int, *, pack: bool) -> LayerWeights:
+def _layer_weights(taker: _Taker, config: ModelConfig, index: int, ops: Ops) -> LayerWeights:
     prefix, hidden, inner = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def norm(name: str) -> torch.Tensor:
         return taker.take_norm(f"{prefix}.{name}.weight", hidden, config.norm_offset)
 
-    def linear(parts: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+    def linear(parts: dict[str, int], num_inputs: int, has_bias: bool) -> Product:
         """The parts (name -> outputs), one below the other."""
         names = [(f"{prefix}.{name}", size) for name, size in parts.items()]
         weight = torch.cat([taker.take(f"{name}.weight", size, num_inputs) for name, size in names])
         bias = torch.cat([taker.take(f"{name}.bias", size) for name, size in names]) if has_bias else None
-        return Linear(weight, bias, pack=pack)
+        return ops.linear(weight, bias)
 
     qkv = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}

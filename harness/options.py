@@ -104,7 +104,7 @@ class ServeOptions:
 
     model: Annotated[str, typer.Option(help="A pulled model's name, a folder, a hub id, or tiny-random.")]
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of weights and arithmetic.")] = "fp32"
-    threads: Annotated[int, typer.Option(help="Threads of the model's arithmetic.")] = 1
+    threads: Annotated[int, typer.Option(help="Threads of the model's arithmetic; 0: the fastest.")] = 1
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16
     num_blocks: Annotated[int, typer.Option(help="KV blocks; 0: enough, up to 2 GiB.")] = 0
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step, at most.")] = 32
@@ -122,6 +122,10 @@ class ServeOptions:
         Literal["raw_logprobs", "processed_logprobs"],
         typer.Option(help="Log-probabilities before or after penalties, temperature and truncation."),
     ] = "raw_logprobs"
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(help="The same bits alone, batched, chunked and cached; default: where kernels run."),
+    ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: random.")] = None
     fault: Annotated[list[str] | None, typer.Option(help="Plant a defect; repeat for more.")] = None
 

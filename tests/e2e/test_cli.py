@@ -92,7 +92,7 @@ def replica() -> Iterator[Replica]:
         (["serve"], "Missing option '--model'"),
         (["serve", "--model", "tiny-random", "--fault", "x"], "expected a fault out of"),
         (["serve", "--model", "no/such-model-at-all"], "no/such-model-at-all"),
-        (["serve", "--model", "tiny-random", "--threads", "0"], "expected --threads in 1..1024, got 0"),
+        (["serve", "--model", "tiny-random", "--threads", "-1"], "expected --threads in 0..1024, got -1"),
         (["serve", "--model", "tiny-random", "--dtype", "int1"], "int1"),
         (["model", "pull", "gpt-9"], "gpt-9"),
     ],

@@ -14,6 +14,7 @@ from firstdiff.engine.attention import AttentionBackend, KVCache
 from firstdiff.engine.batch import build_batch
 from firstdiff.engine.model import Decoder
 from firstdiff.engine.model_config import ModelConfig
+from firstdiff.engine.ops import Ops
 from firstdiff.engine.sequence import ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.engine.weights import load_weights
 from firstdiff.tracing.records import Sampling
@@ -42,9 +43,9 @@ def make_reference(folder: Path, *, num_kv_heads: int = 2, tied: bool = True) ->
     return model
 
 
-def make_decoder(folder: Path, *, pack: bool = True, dtype: torch.dtype = torch.float32) -> Decoder:
+def make_decoder(folder: Path, *, ops: Ops | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
     config = ModelConfig.load(folder)
-    return Decoder(config, load_weights(folder, config, dtype=dtype, pack=pack))
+    return Decoder(config, load_weights(folder, config, dtype=dtype, ops=ops), ops)
 
 
 def make_cache(

@@ -1,0 +1,122 @@
+"""How this process computes: compiled kernels or torch, and with how many threads.
+
+Owns: that choice. Refuses to know: models, weights, requests. Invariants: the choice depends on what is
+installed and asked for, never on a race between the two, so replicas of one configuration compute alike;
+the number of threads changes no bit of what the kernels compute.
+
+Usage: `compute = choose_compute(config, clock=SystemClock())`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from firstdiff.engine.attention import AttentionBackend, AttentionRules, KVCache
+from firstdiff.engine.attention_cpu import CpuAttention
+from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.ops import Ops, TorchOps
+from firstdiff.tracing.clock import Clock
+
+_TRIALS = 12
+_PROBE_ROWS, _PROBE_WIDTH = 8, 2048
+"""A product like those of a decode step: 8 MB of weights, which a second-level cache does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What a decoder is built with; `deterministic`: a row's bits do not depend on what is beside it."""
+
+    ops: Ops
+    make_attention: Callable[[KVCache, AttentionRules], AttentionBackend]
+    threads: int
+    deterministic: bool
+
+
+def has_kernels(threads: int) -> bool:
+    """Whether numba is installed and, for more than one thread, can find an OpenMP library."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    if threads == 1:
+        return True
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return False
+    return True
+
+
+def choose_compute(config: EngineConfig, *, clock: Clock) -> Compute:
+    """Kernels where they can run, unless `deterministic` is False; ValueError if it is True and they cannot.
+
+    Sets the thread counts of torch, for the process, and of numba, for the calling thread.
+    """
+    wants_kernels = config.deterministic is not False
+    if wants_kernels and has_kernels(config.threads):
+        return _kernels(config.threads, clock)
+    if config.deterministic:
+        raise ValueError(
+            f"expected numba and an OpenMP library for --deterministic with --threads {config.threads}, "
+            "got none: install firstdiff[engine], or leave --deterministic out"
+        )
+    threads = config.threads or _fastest(_torch_trial, _counts(), clock)
+    torch.set_num_threads(threads)
+    return Compute(TorchOps(), CpuAttention, threads, deterministic=False)
+
+
+def _kernels(threads: int, clock: Clock) -> Compute:
+    from functools import partial
+
+    from firstdiff.engine.attention_kernel import KernelAttention
+    from firstdiff.engine.ops_kernel import KernelOps, set_threads
+
+    if threads == 0:
+        threads = _fastest(_kernel_trial, _counts(), clock)
+    set_threads(threads)
+    # Torch is left with what is not a kernel: small, and two pools of threads would fight over the cores.
+    torch.set_num_threads(1)
+    return Compute(
+        KernelOps(threads=threads), partial(KernelAttention, threads=threads), threads, deterministic=True
+    )
+
+
+def _counts() -> list[int]:
+    """1, 2, 4, ... and all CPUs of this process."""
+    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
+
+
+def _kernel_trial(threads: int) -> Callable[[], object]:
+    from firstdiff.engine.ops_kernel import KernelLinear, set_threads
+
+    set_threads(threads)
+    weight = torch.zeros(_PROBE_WIDTH, _PROBE_WIDTH, dtype=torch.bfloat16)
+    linear, x = KernelLinear(weight, threads=threads), weight[:_PROBE_ROWS]
+    return lambda: linear(x)
+
+
+def _torch_trial(threads: int) -> Callable[[], object]:
+    torch.set_num_threads(threads)
+    weight = torch.zeros(_PROBE_WIDTH, _PROBE_WIDTH, dtype=torch.bfloat16)
+    linear, x = TorchOps().linear(weight, None), weight[:_PROBE_ROWS]
+    return lambda: linear(x)
+
+
+def _fastest(trial: Callable[[int], Callable[[], object]], counts: Iterable[int], clock: Clock) -> int:
+    """The thread count whose best time is least; the smaller of two within a twentieth."""
+    best_count, best_ns = 1, None
+    for count in counts:
+        call = trial(count)
+        call()
+        times = []
+        for _ in range(_TRIALS):
+            start_ns = clock.now_ns()
+            call()
+            times.append(clock.now_ns() - start_ns)
+        if best_ns is None or min(times) < 0.95 * best_ns:
+            best_count, best_ns = count, min(times)
+    return best_count
