@@ -60,8 +60,11 @@ def check_need_of_preemption(
     assert num_needed > num_free, "pushed out although there was room"
 
 
-def check_request_row(row: EngineRequestRow, swarm: Swarm) -> None:
-    """Stamps in order; prefill chunks join up, except where a preemption made them start over."""
+def check_request_row(row: EngineRequestRow, swarm: Swarm, *, is_whole: bool) -> None:
+    """Stamps in order; prefill chunks join up, except where a preemption made them start over.
+
+    They cover the prompt when the request came to its own end (`is_whole`), or to a token and no preemption.
+    """
     stamps = [row.arrived_ns, row.first_scheduled_ns, row.first_token_ns, row.finished_ns]
     reached = [stamp for stamp in stamps if stamp is not None]
     assert reached == sorted(reached)
@@ -76,4 +79,5 @@ def check_request_row(row: EngineRequestRow, swarm: Swarm) -> None:
         num_restarts += chunk.start_token != position
         position, last_step = chunk.start_token + chunk.num_tokens, chunk.step_index
     assert num_restarts <= row.num_preemptions
-    assert row.num_output_tokens == 0 or position == len(row.prompt_token_ids)
+    if is_whole or (row.num_output_tokens and not row.num_preemptions):
+        assert position == len(row.prompt_token_ids), "part of the prompt was never computed"

@@ -279,10 +279,11 @@ class Simulation:
         assert row.num_output_tokens == client.num_tokens
         assert row.num_preemptions == client.num_preemptions
         assert row.num_cached_tokens == (client.num_cached_tokens or 0)
+        has_failed = self.runner.failed or row.request_id in self.runner.failures
         if client.abort_reason is not None:
             assert (row.finish_reason, row.error) == (client.abort_reason, None)
             self.counts["aborts of preempted or waiting"] += was_queued
-        elif self.runner.failed or row.request_id in self.runner.failures:
+        elif has_failed:
             assert row.finish_reason == "error"
             assert row.error
             self.counts["failed alone"] += not self.runner.failed
@@ -293,7 +294,7 @@ class Simulation:
             self.histories.append(request.prompt_token_ids + client.expected_ids)
             self.counts[f"finished by {row.finish_reason}"] += 1
             self.counts["finished without a sample"] += not client.num_expected
-        check_request_row(row, self.swarm)
+        check_request_row(row, self.swarm, is_whole=not has_failed and client.abort_reason is None)
         self.counts["chunked prefills"] += len(row.prefill_chunks) > 1 + row.num_preemptions
         self.ended.append(row)
 
