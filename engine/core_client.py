@@ -122,7 +122,7 @@ class ProcessCore:
                 msgspec.json.encode(self._config).decode(),
                 str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": str(self._config.threads)},
+                env=os.environ | _thread_limit(self._config.threads),
             )
             self._exited = asyncio.create_task(self._process.wait())
             message = await self._receive()
@@ -202,6 +202,11 @@ class ProcessCore:
         if not self._socket.closed:
             self._socket.close()
             self._context.term()
+
+
+def _thread_limit(threads: int) -> dict[str, str]:
+    """What bounds the core's threads from its start; nothing when the engine chooses for itself."""
+    return {"OMP_NUM_THREADS": str(threads)} if threads else {}
 
 
 class _QueueChannel:
