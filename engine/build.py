@@ -129,6 +129,8 @@ def describe(
         "max_num_waiting": config.max_num_waiting,
         "max_model_len": shape.max_model_len,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "scheduling_policy": config.scheduling_policy,
+        "logprobs_mode": config.logprobs_mode,
         "attention_backend": attention_backend,
     }
     return Identity(

@@ -102,9 +102,12 @@ def test_every_flag_of_serve_reaches_the_engine(firstdiff_replica, firstdiff_run
         "max_num_batched_tokens": 24,
         "max_num_waiting": 5,
         "max_model_len": 200,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
     }
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    replica = firstdiff_replica(*SERVE, *flags, "--no-enable-prefix-caching", label="flags")
+    flags += ["--no-enable-prefix-caching", "--no-deterministic"]
+    replica = firstdiff_replica(*SERVE, *flags, label="flags")
     workload = WorkloadSpec(
         kind="tokens", prompt_tokens=60, num_cases=8, max_tokens=12, concurrency=6, ignore_eos=True, repeats=2
     )
@@ -112,7 +115,10 @@ def test_every_flag_of_serve_reaches_the_engine(firstdiff_replica, firstdiff_run
 
     identity = run.manifest.identity
     assert isinstance(identity, Identity)
-    assert identity.engine_config.items() >= (settings | {"enable_prefix_caching": False}).items()
+    assert (
+        identity.engine_config.items()
+        >= (settings | {"enable_prefix_caching": False, "deterministic": False}).items()
+    )
     assert (identity.dtype, identity.max_model_len) == ("bf16", 200)
     default = firstdiff_run(firstdiff_replica(*SERVE, label="default"), workload=workload).manifest.identity
     same = {
@@ -120,7 +126,8 @@ def test_every_flag_of_serve_reaches_the_engine(firstdiff_replica, firstdiff_run
         for name, value in identity.engine_config.items()
         if default is not None and default.engine_config[name] == value
     }
-    assert same == {"model", "attention_backend"}
+    # The backend follows from --no-deterministic.
+    assert same == {"model"}
 
     steps = list(run.rows("steps", StepRow))
     assert max(step.batch_size for step in steps) == 3

@@ -12,8 +12,10 @@ from firstdiff.engine.messages import (
     Add,
     CoreFailed,
     FromCore,
+    PrefixCacheReset,
     Ready,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StartFailed,
     StepOutput,
@@ -118,6 +120,16 @@ def test_an_abort_sends_the_end_without_waiting_for_a_step() -> None:
         if row.__class__ is EngineRequestRow
     ]
     assert end.finish_reason == "stop"
+
+
+def test_a_reset_is_answered_with_the_number_of_blocks_that_were_known() -> None:
+    channel = ScriptedChannel(
+        add("a", prompt=40, max_tokens=1), None, ResetPrefixCache(), ResetPrefixCache(), None
+    )
+    run(channel)
+    known, none = [m.num_blocks for m in channel.sent if isinstance(m, PrefixCacheReset)]
+    assert known > 0
+    assert none == 0
 
 
 def test_a_shutdown_ends_every_request_with_a_row() -> None:

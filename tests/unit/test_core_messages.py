@@ -10,7 +10,9 @@ from firstdiff.engine.messages import (
     Abort,
     Add,
     CoreFailed,
+    PrefixCacheReset,
     Rejected,
+    ResetPrefixCache,
     Shutdown,
     StartFailed,
     StepOutput,
@@ -41,10 +43,11 @@ END = EngineRequestRow(
     [
         Add(request=EngineRequest(request_id="r", prompt_token_ids=[0, 2**31], sampling=SAMPLING)),
         Abort(request_id="r", reason="stop"),
+        ResetPrefixCache(),
         Shutdown(),
     ],
 )
-def test_commands_survive_the_wire(message: Add | Abort | Shutdown) -> None:
+def test_commands_survive_the_wire(message: Add | Abort | ResetPrefixCache | Shutdown) -> None:
     assert decode_to_core(encode(message)) == message
 
 
@@ -54,10 +57,13 @@ def test_commands_survive_the_wire(message: Add | Abort | Shutdown) -> None:
         StepOutput(rows=[TOKEN, END, STEP]),
         Rejected("r", "queue_full", "full"),
         StartFailed("no model", is_usage=True),
+        PrefixCacheReset(num_blocks=7),
         CoreFailed("boom"),
     ],
 )
-def test_outputs_survive_the_wire(message: StepOutput | Rejected | StartFailed | CoreFailed) -> None:
+def test_outputs_survive_the_wire(
+    message: StepOutput | Rejected | StartFailed | PrefixCacheReset | CoreFailed,
+) -> None:
     assert decode_from_core(encode(message)) == message
 
 
