@@ -270,3 +270,9 @@ def _narrow(builder: Values, source: Values, out: Values, num_vectors: Values) -
         return []
 
     loop(builder, num_vectors, [], step)
+
+
+@intrinsic
+def fetch(context: Values, address: Values) -> Values:
+    """Ask for the cache line at `address`."""
+    return instruction(types.void, "i", prefetch)

@@ -122,6 +122,18 @@ def product(
 
 
 @compiled
+def linear(
+    x: int, x_stride: int, widened: int, panels: int, bias: int, out: int, out_stride: int, num_rows: int,
+    depth: int, num_panels: int, bf16: int, wide: int,
+) -> None:  # fmt: skip
+    """`product` of x in its own dtype; `widened` [num_rows, depth] fp32 is room for bf16 rows."""
+    if bf16:
+        widen_rows(0, 1, x, x_stride, widened, num_rows, depth)
+        x, x_stride = widened, depth * 4
+    product(0, 1, x, x_stride, panels, bias, out, out_stride, num_rows, depth, num_panels, bf16, wide)
+
+
+@compiled
 def norm_row(values: int, weight: int, width: int, eps: float) -> None:
     """fp32 `values` scaled to unit mean square, then by `weight`, in place; zeros follow up to a vector."""
     num_vectors = (width + LANES - 1) // LANES

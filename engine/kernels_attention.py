@@ -13,17 +13,12 @@ Usage: `store(...)`, then `attend(part, num_parts, ...)` for all parts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from firstdiff.engine.kernel_compiler import compiled
-from firstdiff.engine.kernel_ir import LANES, ints_at, words_at
-from firstdiff.engine.kernel_loops import add_weighted, dots, exp_minus, largest_of
+from firstdiff.engine.kernel_ir import LANES, floats_at, ints_at, words_at
+from firstdiff.engine.kernel_loops import add_weighted, dots, exp_minus, fetch, largest_of
 from firstdiff.engine.kernels import first_of, read_row, write_row
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 TILE_FIELDS = 4
 """Of a tile: first row, number of rows, position of the first row, index of its sequence's first slot."""
@@ -47,93 +42,112 @@ def store(
 
 
 @compiled
-def hide(scores: NDArray[np.float32], group: int, lowest: int, highest: int) -> None:
+def hide(scores: int, group: int, lowest: int, highest: int) -> None:
     """-inf for the positions of a group that are outside lowest .. highest."""
+    values = floats_at(scores)
     for index in range(LANES):
         position = group * LANES + index
         if position < lowest or position > highest:
-            scores[index] = -np.inf
+            values[index] = np.float32(-np.inf)
 
 
 @compiled
 def load_group(
-    source: int, slots: int, group: int, last: int, out: int, slot_bytes: int, width: int, padded: int,
-    bf16: int,
+    keys: int, values: int, slots: int, group: int, last: int, out: int, slot_bytes: int, width: int,
+    padded: int, bf16: int,
 ) -> None:  # fmt: skip
-    """One group's K or V of one head as fp32 [16, padded]; positions beyond `last` repeat it."""
+    """One group's K, then V, of one head as fp32 [16, padded]; positions beyond `last` repeat it."""
     places = ints_at(slots)
+    head_bytes = width * (2 if bf16 else 4)
     for index in range(LANES):
-        slot = places[min(group * LANES + index, last)]
-        read_row(source + slot * slot_bytes, out + index * padded * 4, width, bf16)
+        position = group * LANES + index
+        # The next group comes from memory while this one is computed.
+        ahead = places[min(position + LANES, last)] * slot_bytes
+        for line in range(0, head_bytes, 64):
+            fetch(keys + ahead + line)
+            fetch(values + ahead + line)
+        place = places[min(position, last)] * slot_bytes
+        read_row(keys + place, out + index * padded * 4, width, bf16)
+        read_row(values + place, out + (LANES + index) * padded * 4, width, bf16)
 
 
 @compiled
-def add_group(
-    scores: NDArray[np.float32], values: int, state: NDArray[np.float32], sums: int, num_vectors: int
-) -> None:
+def add_group(scores: int, values: int, state: int, sums: int, num_vectors: int) -> None:
     """Fold one group into a row: `state` holds its largest score so far and the sum of its weights."""
-    largest = largest_of(scores.ctypes.data)
+    so_far = floats_at(state)
+    largest = largest_of(scores)
     scale = np.float32(1.0)
-    # A NaN must not be skipped by the comparison: it comes back through `exp_minus`.
-    if largest > state[0]:
-        scale = np.float32(np.exp(state[0] - largest))
-        state[0] = largest
-    total = exp_minus(scores.ctypes.data, state[0])
-    state[1] = state[1] * scale + total
-    add_weighted(scores.ctypes.data, values, sums, scale, num_vectors)
+    # A NaN is not larger, and comes back through `exp_minus`.
+    if largest > so_far[0]:
+        scale = np.float32(np.exp(so_far[0] - largest))
+        so_far[0] = largest
+    total = exp_minus(scores, so_far[0])
+    so_far[1] = so_far[1] * scale + total
+    add_weighted(scores, values, sums, scale, num_vectors)
+
+
+@compiled
+def begin_row(source: int, query: int, state: int, sums: int, width: int, scale: float, bf16: int) -> None:
+    """A row's scaled query, and the state of no position seen."""
+    read_row(source, query, width, bf16)
+    values, totals, so_far = floats_at(query), floats_at(sums), floats_at(state)
+    for d in range(width):
+        values[d] *= np.float32(scale)
+        totals[d] = np.float32(0.0)
+    so_far[0], so_far[1] = np.float32(-np.inf), np.float32(0.0)
+
+
+@compiled
+def end_row(sums: int, state: int, out: int, width: int, bf16: int) -> None:
+    """The weighted mean of the values."""
+    totals, total = floats_at(sums), floats_at(state)[1]
+    for d in range(width):
+        totals[d] /= total
+    write_row(sums, out, width, bf16)
 
 
 @compiled
 def attend_tile(
     q: int, q_stride: int, keys: int, values: int, slots: int, out: int, out_stride: int, num_rows: int,
     position: int, window: int, num_heads: int, head_dim: int, slot_bytes: int, scale: float, bf16: int,
-    scratch: NDArray[np.float32],
+    scratch: int,
 ) -> None:  # fmt: skip
-    """Rows at position, position + 1, ... for the `num_heads` query heads that share one KV head."""
-    padded = (head_dim + LANES - 1) // LANES * LANES
-    num_vectors = padded // LANES
+    """Rows at position, position + 1, ... for the `num_heads` query heads that share one KV head.
+
+    `scratch` is zeroed: a group's K and V, its scores, then query, state and sums of each row and head.
+    """
+    num_vectors = (head_dim + LANES - 1) // LANES
+    padded = num_vectors * LANES
     item = 2 if bf16 else 4
+    scores = scratch + 2 * LANES * padded * 4
+    states = scores + LANES * 4
+    own_bytes = (2 * padded + LANES) * 4
     count = num_rows * num_heads
-    queries = scratch[: count * padded].reshape((count, padded))
-    sums = scratch[count * padded : 2 * count * padded].reshape((count, padded))
-    rest = scratch[2 * count * padded :]
-    states = rest[: 2 * count].reshape((count, 2))
-    group_keys = rest[2 * count :]
-    group_values = rest[2 * count + LANES * padded :]
-    scores = rest[2 * count + 2 * LANES * padded :][:LANES]
-    queries[:] = np.float32(0.0)
-    sums[:] = np.float32(0.0)
     for index in range(count):
-        states[index, 0], states[index, 1] = -np.inf, 0.0
+        state = states + index * own_bytes
+        query, sums = state + LANES * 4, state + (LANES + padded) * 4
         source = q + index // num_heads * q_stride + index % num_heads * head_dim * item
-        read_row(source, queries[index].ctypes.data, head_dim, bf16)
-        for d in range(head_dim):
-            queries[index, d] *= np.float32(scale)
+        begin_row(source, query, state, sums, head_dim, scale, bf16)
     last = position + num_rows - 1
     first = max(0, position - window + 1) if window > 0 else 0
     for group in range(first // LANES, last // LANES + 1):
-        load_group(keys, slots, group, last, group_keys.ctypes.data, slot_bytes, head_dim, padded, bf16)
-        load_group(values, slots, group, last, group_values.ctypes.data, slot_bytes, head_dim, padded, bf16)
+        load_group(keys, values, slots, group, last, scratch, slot_bytes, head_dim, padded, bf16)
+        begin, end = group * LANES, group * LANES + LANES - 1
         for index in range(count):
             highest = position + index // num_heads
             lowest = max(0, highest - window + 1) if window > 0 else 0
-            if group * LANES > highest or group * LANES + LANES <= lowest:
+            if begin > highest or end < lowest:
                 continue
-            dots(
-                queries[index].ctypes.data,
-                group_keys.ctypes.data,
-                padded * 4,
-                scores.ctypes.data,
-                num_vectors,
-            )
-            if group * LANES < lowest or group * LANES + LANES - 1 > highest:
+            state = states + index * own_bytes
+            query, sums = state + LANES * 4, state + (LANES + padded) * 4
+            dots(query, scratch, padded * 4, scores, num_vectors)
+            if begin < lowest or end > highest:
                 hide(scores, group, lowest, highest)
-            add_group(scores, group_values.ctypes.data, states[index], sums[index].ctypes.data, num_vectors)
+            add_group(scores, scratch + LANES * padded * 4, state, sums, num_vectors)
     for index in range(count):
-        for d in range(head_dim):
-            sums[index, d] /= states[index, 1]
+        state = states + index * own_bytes
         place = out + index // num_heads * out_stride + index % num_heads * head_dim * item
-        write_row(sums[index].ctypes.data, place, head_dim, bf16)
+        end_row(state + (LANES + padded) * 4, state, place, head_dim, bf16)
 
 
 @compiled
@@ -149,8 +163,8 @@ def attend(
     item = 2 if bf16 else 4
     group = num_heads // num_kv_heads
     padded = (head_dim + LANES - 1) // LANES * LANES
-    count = max_rows * group
-    scratch = np.zeros(2 * count * (padded + 1) + 2 * LANES * padded + LANES, np.float32)
+    own = 2 * padded + LANES
+    scratch = np.zeros(2 * LANES * padded + LANES + max_rows * group * own, np.float32)
     fields, limits = ints_at(tiles), ints_at(bounds)
     slot_bytes, head_bytes = num_kv_heads * head_dim * item, head_dim * item
     out_stride = num_heads * head_bytes
@@ -161,5 +175,5 @@ def attend(
             q + row * q_stride + kv_head * group * head_bytes, q_stride, keys + kv_head * head_bytes,
             values + kv_head * head_bytes, slots + fields[tile + 3] * 8,
             out + row * out_stride + kv_head * group * head_bytes, out_stride, fields[tile + 1],
-            fields[tile + 2], window, group, head_dim, slot_bytes, scale, bf16, scratch,
+            fields[tile + 2], window, group, head_dim, slot_bytes, scale, bf16, scratch.ctypes.data,
         )  # fmt: skip

@@ -13,6 +13,9 @@ from numba import prange
 from firstdiff.engine import kernels, kernels_attention
 from firstdiff.engine.kernel_compiler import compiled_parallel
 
+SERIAL_ROWS = 8
+"""Fewer rows than this are not worth waking threads for, outside products."""
+
 _widen_rows = kernels.widen_rows
 
 _product = kernels.product
@@ -29,42 +32,22 @@ _attend = kernels_attention.attend
 
 
 @compiled_parallel
-def widen_rows(num_threads: int, x: int, x_stride: int, out: int, num_rows: int, width: int) -> None:
-    for part in prange(num_threads):
-        _widen_rows(part, num_threads, x, x_stride, out, num_rows, width)
-
-
-@compiled_parallel
-def product(
-    num_threads: int,
-    x: int,
-    x_stride: int,
-    panels: int,
-    bias: int,
-    out: int,
-    out_stride: int,
-    num_rows: int,
-    depth: int,
-    num_panels: int,
-    bf16: int,
-    wide: int,
-) -> None:
+def linear(
+    num_threads: int, x: int, x_stride: int, widened: int, panels: int, bias: int, out: int,
+    out_stride: int, num_rows: int, depth: int, num_panels: int, bf16: int, wide: int,
+) -> None:  # fmt: skip
+    if bf16:
+        if num_rows < SERIAL_ROWS:
+            _widen_rows(0, 1, x, x_stride, widened, num_rows, depth)
+        else:
+            for part in prange(num_threads):
+                _widen_rows(part, num_threads, x, x_stride, widened, num_rows, depth)
+    source, stride = (widened, depth * 4) if bf16 else (x, x_stride)
     for part in prange(num_threads):
         _product(
-            part,
-            num_threads,
-            x,
-            x_stride,
-            panels,
-            bias,
-            out,
-            out_stride,
-            num_rows,
-            depth,
-            num_panels,
-            bf16,
-            wide,
-        )
+            part, num_threads, source, stride, panels, bias, out, out_stride, num_rows, depth, num_panels,
+            bf16, wide,
+        )  # fmt: skip
 
 
 @compiled_parallel

@@ -17,8 +17,6 @@ from firstdiff.engine.kernel_loops import PANEL
 from firstdiff.engine.ops import HeadShape, Product
 
 _ALIGNMENT = 64
-_PARALLEL_ROWS = 8
-"""Fewer rows than this are not worth waking threads for, outside products."""
 
 
 def set_threads(threads: int) -> None:
@@ -60,25 +58,19 @@ class KernelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, out] of x [N, in], whose rows may have gaps between them."""
-        num_rows, depth, threads = len(x), self._depth, self._threads
-        assert x.shape[1] == depth
+        num_rows, depth = x.shape
+        assert depth == self._depth
         out = torch.empty(num_rows, self._num_panels * PANEL, dtype=self._out_dtype)
-        source, stride = x, x.stride(0) * x.element_size()
-        if self._bf16:
-            source = torch.empty(num_rows, depth)
-            if threads == 1 or num_rows < _PARALLEL_ROWS:
-                kernels.widen_rows(0, 1, x.data_ptr(), stride, source.data_ptr(), num_rows, depth)
-            else:
-                kernels_parallel.widen_rows(threads, x.data_ptr(), stride, source.data_ptr(), num_rows, depth)
-            stride = 4 * depth
+        widened = torch.empty(num_rows, depth) if self._bf16 else x
         arguments = (
-            source.data_ptr(), stride, self._panels.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
-            out.stride(0) * out.element_size(), num_rows, depth, self._num_panels, self._bf16, self._wide,
+            x.data_ptr(), x.stride(0) * x.element_size(), widened.data_ptr(), self._panels.data_ptr(),
+            self._bias.data_ptr(), out.data_ptr(), out.stride(0) * out.element_size(), num_rows, depth,
+            self._num_panels, self._bf16, self._wide,
         )  # fmt: skip
-        if threads == 1:
-            kernels.product(0, 1, *arguments)
+        if self._threads == 1:
+            kernels.linear(*arguments)
         else:
-            kernels_parallel.product(threads, *arguments)
+            kernels_parallel.linear(self._threads, *arguments)
         return out if out.shape[1] == self._num_outputs else out[:, : self._num_outputs]
 
 
@@ -133,7 +125,7 @@ class KernelOps:
         qk_norm: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_rows, head_dim, item = len(qkv), shape.head_dim, qkv.element_size()
+        num_rows, head_dim, item = qkv.shape[0], shape.head_dim, qkv.element_size()
         arguments = (
             qkv.data_ptr(), qkv.stride(0) * item, cos.data_ptr(), sin.data_ptr(),
             0 if qk_norm is None else qk_norm.data_ptr(), num_rows, shape.num_turned, head_dim, eps,
@@ -151,7 +143,7 @@ class KernelOps:
         )
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        num_rows, width, item = len(x), x.shape[1] // 2, x.element_size()
+        num_rows, width, item = x.shape[0], x.shape[1] // 2, x.element_size()
         out = torch.empty(num_rows, width, dtype=x.dtype)
         arguments = (
             x.data_ptr(), x.stride(0) * item, out.data_ptr(), num_rows, width, int(activation == "silu"),
@@ -164,4 +156,4 @@ class KernelOps:
         return out
 
     def _serial(self, num_rows: int) -> bool:
-        return self._threads == 1 or num_rows < _PARALLEL_ROWS
+        return self._threads == 1 or num_rows < kernels_parallel.SERIAL_ROWS
