@@ -12,6 +12,8 @@ Usage: `product(0, 1, ...)` computes all of a product; `product(i, n, ...)` the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from firstdiff.engine.kernel_compiler import compiled
@@ -27,6 +29,9 @@ from firstdiff.engine.kernel_loops import (
     widen,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _ROW_BLOCK = 96
 """Rows of a product that are done before the next panel: their inputs stay in the second-level cache."""
 
@@ -35,6 +40,11 @@ _ROW_BLOCK = 96
 def first_of(part: int, num_parts: int, total: int) -> int:
     """Where part `part` of `total` items begins."""
     return total * part // num_parts
+
+
+@compiled
+def keep(memory: NDArray[np.float32]) -> None:
+    """Goes last where an array is used by address: numba frees it after the last line that names it."""
 
 
 @compiled
@@ -175,6 +185,7 @@ def add_norm(
             read_row(place, row_values, width, bf16)
         norm_row(row_values, factors, width, eps)
         write_row(row_values, out + row * width * item, width, bf16)
+    keep(scratch)
 
 
 @compiled
@@ -200,6 +211,7 @@ def gate_rows(
         read_row(place + width * item, ups, width, bf16)
         gate(gates, ups, gated, num_vectors, is_silu)
         write_row(gated, out + row * width * item, width, bf16)
+    keep(scratch)
 
 
 @compiled
@@ -234,3 +246,4 @@ def turn_heads(
                 turned[d] = head[d] * cosines[d] + head[d + half] * sines[d]
                 turned[d + half] = head[d + half] * cosines[d + half] + head[d] * sines[d + half]
             write_row(turned.ctypes.data, place, head_dim, bf16)
+    keep(scratch)

@@ -18,7 +18,7 @@ import numpy as np
 from firstdiff.engine.kernel_compiler import compiled
 from firstdiff.engine.kernel_ir import LANES, floats_at, ints_at, words_at
 from firstdiff.engine.kernel_loops import add_weighted, dots, exp_minus, fetch, largest_of
-from firstdiff.engine.kernels import first_of, read_row, write_row
+from firstdiff.engine.kernels import first_of, keep, read_row, write_row
 
 TILE_FIELDS = 4
 """Of a tile: first row, number of rows, position of the first row, index of its sequence's first slot."""
@@ -164,7 +164,9 @@ def attend(
     group = num_heads // num_kv_heads
     padded = (head_dim + LANES - 1) // LANES * LANES
     own = 2 * padded + LANES
-    scratch = np.zeros(2 * LANES * padded + LANES + max_rows * group * own, np.float32)
+    room = np.zeros(2 * LANES * padded + LANES + max_rows * group * own + LANES, np.float32)
+    # Vectors that lie across two cache lines would cost twice as much to read.
+    scratch = (room.ctypes.data + 63) // 64 * 64
     fields, limits = ints_at(tiles), ints_at(bounds)
     slot_bytes, head_bytes = num_kv_heads * head_dim * item, head_dim * item
     out_stride = num_heads * head_bytes
@@ -175,5 +177,6 @@ def attend(
             q + row * q_stride + kv_head * group * head_bytes, q_stride, keys + kv_head * head_bytes,
             values + kv_head * head_bytes, slots + fields[tile + 3] * 8,
             out + row * out_stride + kv_head * group * head_bytes, out_stride, fields[tile + 1],
-            fields[tile + 2], window, group, head_dim, slot_bytes, scale, bf16, scratch.ctypes.data,
+            fields[tile + 2], window, group, head_dim, slot_bytes, scale, bf16, scratch,
         )  # fmt: skip
+    keep(room)

@@ -7,6 +7,7 @@ ignored). The sides:
 
 - `engine`: our engine core, called in its own process;
 - `http`: the same engine as `firstdiff serve` gives it, closed loop over HTTP, streaming, client included;
+- `vllm`: vLLM's CPU build behind its own server, for the same client as `http`; given by `--vllm-python`;
 - `transformers`: transformers' own continuous batching (`generate_batch`), called in its own process.
 
 Usage: `python tests/bench/bench_engine.py --rounds 3 --threads 2`. The last line of stdout is one JSON
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +33,8 @@ from pathlib import Path
 WORKER = Path(__file__).with_name("bench_worker.py")
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-SIDES = ("engine", "http", "transformers")
+SIDES = ("engine", "http", "vllm", "transformers")
+RATIOS = (("http", "vllm"), ("engine", "transformers"))
 
 
 class Worker:
@@ -45,6 +48,7 @@ class Worker:
             arguments.model,
             arguments.dtype,
             str(arguments.threads),
+            arguments.vllm_python or "",
         ]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the worker
         self._process = subprocess.Popen(
@@ -84,7 +88,43 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--write-readme", action="store_true")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
-    return parser.parse_args()
+    parser.add_argument("--vllm-python", help="the Python of an environment with vLLM's CPU build")
+    arguments = parser.parse_args()
+    if "vllm" in arguments.sides and not arguments.vllm_python:
+        print("without vLLM: no --vllm-python", file=sys.stderr)
+        arguments.sides.remove("vllm")
+    return arguments
+
+
+def memory_bandwidth(threads: int) -> float:
+    """GB/s at which `threads` threads of torch add up an array that no cache holds; the best of several."""
+    import torch
+
+    torch.set_num_threads(threads)
+    array = torch.ones(100_000_000)
+    best_s = min(timed(array.sum) for _ in range(8))
+    return array.numel() * array.element_size() / best_s / 1e9
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def floor_tokens_s(arguments: argparse.Namespace, concurrency: int, bandwidth: float) -> float:
+    """Tokens a second if a step did nothing but read the weights, and the KV of its rows, once."""
+    from firstdiff.engine.model_config import ModelConfig
+    from firstdiff.engine.model_store import resolve
+
+    model = ModelConfig.load(resolve(arguments.model).path)
+    item = {"bf16": 2, "fp32": 4}[arguments.dtype]
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    layer = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
+    weights = model.num_layers * layer + model.vocab_size * model.hidden_size
+    context = arguments.prompt_tokens + arguments.output_tokens / 2
+    kv = concurrency * context * 2 * model.num_layers * kv_size
+    return concurrency * bandwidth * 1e9 / (item * (weights + kv))
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -113,7 +153,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def summarise(rows: list[dict[str, object]], arguments: argparse.Namespace) -> list[dict[str, object]]:
+def summarise(
+    rows: list[dict[str, object]], arguments: argparse.Namespace, bandwidth: float
+) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
     for concurrency in arguments.concurrency:
         entry: dict[str, object] = {"concurrency": concurrency}
@@ -123,14 +165,15 @@ def summarise(rows: list[dict[str, object]], arguments: argparse.Namespace) -> l
             costs = [1000 * float(str(row["cpu_s"])) / float(str(row["tokens"])) for row in mine]
             entry[f"{side} tok/s"] = round(statistics.median(rates), 1)
             entry[f"{side} CPU-s/1k"] = round(statistics.median(costs), 2)
-        if {"engine", "transformers"} <= set(arguments.sides):
-            # The ratio is taken inside each round, where both sides met the same machine.
-            ratios = [
-                wall_of(rows, index, "transformers", concurrency)
-                / wall_of(rows, index, "engine", concurrency)
-                for index in range(arguments.rounds)
-            ]
-            entry["engine / transformers"] = round(statistics.median(ratios), 2)
+        for ours, theirs in RATIOS:
+            if {ours, theirs} <= set(arguments.sides):
+                # The ratio is taken inside each round, where both sides met the same machine.
+                ratios = [
+                    wall_of(rows, index, theirs, concurrency) / wall_of(rows, index, ours, concurrency)
+                    for index in range(arguments.rounds)
+                ]
+                entry[f"{ours} / {theirs}"] = round(statistics.median(ratios), 2)
+        entry["floor tok/s"] = round(floor_tokens_s(arguments, concurrency, bandwidth))
         table.append(entry)
     return table
 
@@ -168,14 +211,14 @@ def table_lines(table: list[dict[str, object]]) -> list[str]:
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *rows]
 
 
-def write_readme(lines: list[str], arguments: argparse.Namespace) -> None:
+def write_readme(lines: list[str], arguments: argparse.Namespace, bandwidth: float) -> None:
     """Replace what stands between the bench markers of README.md."""
     found = machine()
     caption = (
         f"Measured by `make bench` on {found['date']}: {found['cpu']}, {arguments.threads} threads a side, "
         f"{arguments.dtype}, prompt {arguments.prompt_tokens}, output {arguments.output_tokens}, torch "
         f"{found['torch']}, transformers {found['transformers']}; medians of {arguments.rounds} "
-        "interleaved rounds."
+        f"interleaved rounds. The floor is of decoding alone, at the {bandwidth:.1f} GB/s that a sum reached."
     )
     text = README.read_text()
     before, rest = text.split(BEGIN)
@@ -186,14 +229,25 @@ def write_readme(lines: list[str], arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    bandwidth = memory_bandwidth(arguments.threads)
     rows = measure(arguments)
-    table = summarise(rows, arguments)
+    table = summarise(rows, arguments, bandwidth)
     lines = table_lines(table)
     print("\n".join(lines))
     if arguments.write_readme:
-        write_readme(lines, arguments)
+        write_readme(lines, arguments, bandwidth)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("sides", "write_readme")}
-    print(json.dumps({"machine": machine(), "settings": settings, "table": table, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "machine": machine(),
+                "bandwidth_gb_s": bandwidth,
+                "settings": settings,
+                "table": table,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

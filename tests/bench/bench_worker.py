@@ -3,7 +3,7 @@
 `cpu_s` is of this process and its children, user and system; `wall_s` from submitting the wave to its last
 token; `tokens` is what came back, counted, not assumed.
 
-Usage: `python tests/bench/bench_worker.py engine smollm2-135m bf16 2`.
+Usage: `python tests/bench/bench_worker.py engine smollm2-135m bf16 2`; a fifth argument is the side's Python.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
 
 Prompts = list[list[int]]
 Wave = Callable[[Prompts, int], int]
 WARM_UP_TOKENS = 8
+START_S_MAX = 300
 
 
 def make_prompts(concurrency: int, num_tokens: int, seed: int) -> Prompts:
@@ -75,21 +80,72 @@ def transformers_wave(model: str, dtype: str, threads: int) -> Wave:
 
 def http_wave(model: str, dtype: str, threads: int) -> Wave:
     """Our server with everything on, driven by a bare client that counts the token ids it is sent."""
-    import atexit
     import subprocess
     import tempfile
-
-    import aiohttp
 
     folder = tempfile.TemporaryDirectory()
     command = [sys.executable, "-m", "firstdiff.harness.cli", "serve", "--model", model, "--dtype", dtype]
     command += ["--threads", str(threads), "--port", "0", "--log-dir", folder.name]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.wait)
-    atexit.register(server.terminate)
+    end_with_us(server)
     assert server.stdout is not None
     line = next(line for line in server.stdout if "listening on" in line)
-    url = line.split("listening on ", 1)[1].split()[0]
+    return client_wave(line.split("listening on ", 1)[1].split()[0], model)
+
+
+def vllm_wave(model: str, dtype: str, threads: int) -> Wave:
+    """vLLM's own server on the same files, prefix cache off, for the same client."""
+    import os
+    import socket
+    import subprocess
+
+    from firstdiff.engine.model_store import resolve
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    python = Path(sys.argv[5])
+    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(resolve(model).path)]
+    command += ["--served-model-name", model, "--dtype", {"bf16": "bfloat16", "fp32": "float32"}[dtype]]
+    command += ["--host", "127.0.0.1", "--port", port, "--max-model-len", "2048", "--max-num-seqs", "32"]
+    command += ["--no-enable-prefix-caching"]
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | settings)
+    end_with_us(server)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_healthy(url, server.poll)
+    return client_wave(url, model)
+
+
+def end_with_us(server: subprocess.Popen[Any]) -> None:
+    import atexit
+
+    atexit.register(server.wait)
+    atexit.register(server.terminate)
+
+
+def wait_until_healthy(url: str, ended: Callable[[], int | None]) -> None:
+    import urllib.error
+    import urllib.request
+
+    for _ in range(START_S_MAX):
+        if (code := ended()) is not None:
+            raise RuntimeError(f"expected a server at {url}, got exit code {code}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError):
+            time.sleep(1)
+    raise RuntimeError(f"expected a server at {url} within {START_S_MAX} s")
+
+
+def client_wave(url: str, model: str) -> Wave:
+    import aiohttp
 
     async def one(session: aiohttp.ClientSession, prompt: list[int], num_output: int) -> int:
         body = {"model": model, "prompt": prompt, "max_tokens": num_output, "temperature": 0}
@@ -136,7 +192,7 @@ def main() -> None:
     side, model, dtype, threads = sys.argv[1:5]
     answers = sys.stdout
     sys.stdout = sys.stderr  # libraries that print must not mix with the answers
-    makers = {"engine": engine_wave, "transformers": transformers_wave, "http": http_wave}
+    makers = {"engine": engine_wave, "transformers": transformers_wave, "http": http_wave, "vllm": vllm_wave}
     wave = makers[side](model, dtype, int(threads))
     for line in sys.stdin:
         request = json.loads(line)

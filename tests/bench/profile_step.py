@@ -1,6 +1,6 @@
 """Where a decode step spends its time, and how fast the weights' products are on this machine.
 
-Profiles decode steps of the real engine with torch's profiler and times one product at several batch sizes,
+Profiles decode steps of the real engine and times one product at several batch sizes,
 in both dtypes; one thread, so that shares add up.
 
 Usage: `python tests/bench/profile_step.py --sequences 32`.
@@ -9,26 +9,32 @@ Usage: `python tests/bench/profile_step.py --sequences 32`.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import itertools
 import random
 import time
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from firstdiff.engine.build import build_engine
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine
 from firstdiff.engine.linear import Linear
+from firstdiff.engine.ops_kernel import KernelLinear
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.records import Sampling
 
 PARTS = {
-    "products": ("mkldnn::_linear_pointwise", "aten::linear", "aten::addmm", "aten::mm"),
-    "attention": ("aten::scaled_dot_product_attention", "aten::index_select"),
-    "norms": ("aten::rms_norm",),
+    "products": ("linear",),
+    "attention": ("attend", "store"),
+    "norms, rotations, gates": ("add_norm", "turn_heads", "gate_rows"),
+    "sampling": ("_sample",),
+    "batch building": ("build_batch", "plan"),
+    "scheduling": ("schedule", "commit"),
 }
-PROMPT_TOKENS, STEPS = 192, 5
+"""Functions of the engine by what they are for; the kernels' names count where their module is a kernel's."""
+PROMPT_TOKENS, STEPS, STEPS_MAX = 192, 10, 1000
 
 
 def decoding_engine(model: str, dtype: str, num_sequences: int) -> LLMEngine:
@@ -39,21 +45,31 @@ def decoding_engine(model: str, dtype: str, num_sequences: int) -> LLMEngine:
     for index in range(num_sequences):
         prompt = [rng.randrange(100, 49_000) for _ in range(PROMPT_TOKENS)]
         engine.add(EngineRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
-    while len(engine.step()) < num_sequences:
-        pass
-    return engine
+    for _ in range(STEPS_MAX):
+        if len(engine.step()) == num_sequences:
+            return engine
+    raise RuntimeError(
+        f"expected {num_sequences} decoding rows within {STEPS_MAX} steps: see the engine's log"
+    )
 
 
 def print_shares(engine: LLMEngine) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(STEPS):
-            engine.step()
-    events = profiler.key_averages()
-    total = sum(event.self_cpu_time_total for event in events)
-    print(f"step {total / STEPS / 1000:.1f} ms (profiler on)")
-    for part, names in PARTS.items():
-        spent = sum(event.cpu_time_total for event in events if event.key in names)
-        print(f"  {part} {spent / total:.0%}")
+    """Shares of the time inside `step`, children included; what no part has is Python between them."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(STEPS):
+        engine.step()
+    profiler.disable()
+    entries = profiler.getstats()
+    names = {id(entry): getattr(entry.code, "co_name", "") for entry in entries}
+    total = next(e.totaltime for e in entries if names[id(e)] == "step" and e.callcount == STEPS)
+    print(f"step {total / STEPS * 1000:.1f} ms (profiler on)")
+    left = total
+    for part, wanted in PARTS.items():
+        spent = sum(entry.totaltime for entry in entries if names[id(entry)] in wanted)
+        left -= spent
+        print(f"  {part} {spent / total:.1%}")
+    print(f"  Python between them {left / total:.1%}")
 
 
 def best_s(call: Callable[[], object]) -> float:
@@ -66,15 +82,15 @@ def best_s(call: Callable[[], object]) -> float:
 
 
 def print_products() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        weight = Linear(torch.randn(3072, 576).to(dtype))
+    for dtype, form in itertools.product((torch.bfloat16, torch.float32), (KernelLinear, Linear)):
+        weight = form(torch.randn(3072, 576).to(dtype))
         speeds = []
         for rows in (1, 4, 8, 16, 32, 128, 512):
             x = torch.randn(rows, 576).to(dtype)
             calls = max(1, 512 // rows)
             seconds = best_s(lambda x=x, calls=calls: [weight(x) for _ in range(calls)]) / calls  # noqa: B023
             speeds.append(f"{rows}: {2 * rows * 576 * 3072 / seconds / 1e9:.0f}")
-        print(f"{dtype} products 576 -> 3072, GFLOP/s by rows  {'  '.join(speeds)}")
+        print(f"{dtype} {form.__name__} 576 -> 3072, GFLOP/s by rows  {'  '.join(speeds)}")
 
 
 def main() -> None:
