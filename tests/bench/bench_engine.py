@@ -236,7 +236,11 @@ def main() -> None:
     print("\n".join(lines))
     if arguments.write_readme:
         write_readme(lines, arguments, bandwidth)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("sides", "write_readme")}
+    settings = {
+        key: value
+        for key, value in vars(arguments).items()
+        if key not in ("sides", "write_readme", "vllm_python")
+    }
     print(
         json.dumps(
             {
