@@ -18,11 +18,13 @@ import torch
 
 from firstdiff.engine.attention import AttentionBackend, AttentionRules, KVCache
 from firstdiff.engine.attention_cpu import CpuAttention
+from firstdiff.engine.batch import Batch, PrefillSpan
 from firstdiff.engine.config import EngineConfig
-from firstdiff.engine.ops import Ops, TorchOps
+from firstdiff.engine.ops import HeadShape, Ops, TorchOps
 from firstdiff.tracing.clock import Clock
 
 _TRIALS = 12
+_WARM_UP_ROWS = 16  # enough for the forms that use several threads
 _PROBE_ROWS, _PROBE_WIDTH = 8, 2048
 """A product like those of a decode step: 8 MB of weights, which a second-level cache does not hold."""
 
@@ -79,9 +81,28 @@ def _kernels(threads: int, clock: Clock) -> Compute:
     set_threads(threads)
     # Torch is left with what is not a kernel: small, and two pools of threads would fight over the cores.
     torch.set_num_threads(1)
-    return Compute(
+    compute = Compute(
         KernelOps(threads=threads), partial(KernelAttention, threads=threads), threads, deterministic=True
     )
+    for num_rows in (1, _WARM_UP_ROWS):
+        _warm_up(compute, num_rows)
+    return compute
+
+
+def _warm_up(compute: Compute, num_rows: int) -> None:
+    """One layer over zeros: what a first request must not wait for is compiled, or read from the cache."""
+    ops, shape = compute.ops, HeadShape(num_heads=1, num_kv_heads=1, head_dim=16)
+    cache = KVCache.allocate(
+        num_layers=1, num_blocks=1, block_size=num_rows, num_kv_heads=1, head_dim=16, dtype=torch.float32
+    )
+    attention = compute.make_attention(cache, cache.plain_rules)
+    rows = torch.arange(num_rows)
+    span = PrefillSpan(row=0, num_rows=num_rows, start=0, block_table=torch.zeros(1, dtype=torch.int64))
+    attention.plan(Batch(rows, rows, rows, rows, [], [], [span]))
+    x, angles = torch.zeros(num_rows, 16), torch.zeros(num_rows, 16)
+    x = ops.linear(torch.zeros(3 * 16, 16), None)(ops.norm(x, torch.zeros(16), 1e-5))
+    x = attention.forward(*ops.turn(x, shape, angles, angles, None, 1e-5), 0)
+    ops.gate(torch.cat(ops.add_norm(x, x, torch.zeros(16), 1e-5), dim=-1), "silu")
 
 
 def _counts() -> list[int]:
