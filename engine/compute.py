@@ -112,7 +112,8 @@ def _counts() -> list[int]:
 
 
 def _kernel_trial(threads: int) -> Callable[[], object]:
-    from firstdiff.engine.ops_kernel import KernelLinear, set_threads
+    from firstdiff.engine.linear_kernel import KernelLinear
+    from firstdiff.engine.ops_kernel import set_threads
 
     set_threads(threads)
     weight = torch.zeros(_PROBE_WIDTH, _PROBE_WIDTH, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ import torch
 from firstdiff.engine.attention import AttentionBackend, AttentionRules
 from firstdiff.engine.batch import Batch
 from firstdiff.engine.model_config import ModelConfig, Rope
-from firstdiff.engine.ops import HeadShape, Ops, Product, TorchOps
+from firstdiff.engine.ops import Following, HeadShape, Ops, Product, StageParts, TorchOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Decoder:
             config.attention_scale, tuple(layer.window for layer in config.layers)
         )
         self._weights = weights
+        self._stages = self._ops.stages([self._stage_parts(index) for index in range(len(weights.layers))])
         self.dtype = weights.embedding.dtype
         self._ropes = [rope_table(config, rope, self.dtype) for rope in config.ropes]
         self._embedding_scale = (
@@ -74,20 +75,31 @@ class Decoder:
         if self._embedding_scale is not None:
             residual = residual * self._embedding_scale
         attention.plan(batch)
-        x = ops.norm(residual, weights.layers[0].input_norm, eps)
-        for index, layer in enumerate(weights.layers):
-            cos, sin = turns[self.config.layers[index].rope]
-            q, k, v = ops.turn(layer.qkv(x), self._heads, cos, sin, layer.qk_norm, eps)
-            x = layer.output(attention.forward(q, k, v, index))
-            if layer.attended_norm is not None:
-                x = ops.norm(x, layer.attended_norm, eps)
-            residual, x = ops.add_norm(residual, x, layer.mlp_norm, eps)
-            x = layer.down(ops.gate(layer.gate_up(x), self.config.activation))
-            if layer.mlp_added_norm is not None:
-                x = ops.norm(x, layer.mlp_added_norm, eps)
-            if layer is not weights.layers[-1]:
-                residual, x = ops.add_norm(residual, x, weights.layers[index + 1].input_norm, eps)
+        first, last = weights.layers[0], len(weights.layers) - 1
+        qkv = first.qkv(ops.norm(residual, first.input_norm, eps))
+        q, k, v = ops.turn(qkv, self._heads, *turns[self.config.layers[0].rope], first.qk_norm, eps)
+        for index in range(last):
+            cos, sin = turns[self.config.layers[index + 1].rope]
+            attended = attention.forward(q, k, v, index)
+            residual, q, k, v = self._stages[index].advance(residual, attended, cos, sin)
+        residual, x = self._stages[last].finish(residual, attention.forward(q, k, v, last))
         return ops.add_norm(residual[batch.sampled_rows], x[batch.sampled_rows], weights.final_norm, eps)[1]
+
+    def _stage_parts(self, index: int) -> StageParts:
+        layers = self._weights.layers
+        layer, after = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        return StageParts(
+            shape=self._heads,
+            activation=self.config.activation,
+            eps=self.config.rms_norm_eps,
+            output=layer.output,
+            attended_norm=layer.attended_norm,
+            mlp_norm=layer.mlp_norm,
+            gate_up=layer.gate_up,
+            down=layer.down,
+            mlp_added_norm=layer.mlp_added_norm,
+            following=None if after is None else Following(after.input_norm, after.qkv, after.qk_norm),
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] fp32 of final hidden states [S, E]."""

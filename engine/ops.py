@@ -9,7 +9,7 @@ Usage: `ops = TorchOps(); residual, x = ops.add_norm(residual, x, weight, eps)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -40,6 +40,51 @@ class HeadShape:
     def num_turned(self) -> int:
         """The leading heads, q's and k's, that positions turn."""
         return self.num_heads + self.num_kv_heads
+
+    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of [N, H + 2 Hkv, D]."""
+        turned = self.num_turned
+        return heads[:, : self.num_heads], heads[:, self.num_heads : turned], heads[:, turned:]
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """How the next layer begins: norm, product, rotation."""
+
+    norm: torch.Tensor  # [E]
+    qkv: Product  # E -> (H + 2 Hkv) * D
+    qk_norm: torch.Tensor | None  # [H + Hkv, D]
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """What lies between the attention of one layer and that of the next, where rows never mix."""
+
+    shape: HeadShape
+    activation: str
+    eps: float
+    output: Product  # H * D -> E
+    attended_norm: torch.Tensor | None  # [E], of what attention adds
+    mlp_norm: torch.Tensor  # [E]
+    gate_up: Product  # E -> 2 F
+    down: Product  # F -> E
+    mlp_added_norm: torch.Tensor | None  # [E], of what the MLP adds
+    following: Following | None
+    """None in the last layer."""
+
+
+class Stage(Protocol):
+    """The parts, in order. Results may lie in memory that the next call overwrites."""
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's end, of residual [N, E], attended [N, H * D]: (residual, what is yet to be added)."""
+        ...
+
+    def advance(
+        self, residual: torch.Tensor, attended: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The layer's end and the next one's beginning: residual, and q, k, v as from `Ops.turn`."""
+        ...
 
 
 class Ops(Protocol):
@@ -77,6 +122,39 @@ class Ops(Protocol):
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """activation(left half of x [N, 2 F]) * right half, one of ACTIVATIONS."""
         ...
+
+    def stages(self, parts: Sequence[StageParts]) -> Sequence[Stage]:
+        """The layers' stages, equal to ComposedStage's."""
+        ...
+
+
+class ComposedStage:
+    """A stage as the sequence of its operations: what others must equal."""
+
+    def __init__(self, ops: Ops, parts: StageParts) -> None:
+        self._ops = ops
+        self._parts = parts
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ops, parts, eps = self._ops, self._parts, self._parts.eps
+        x = parts.output(attended)
+        if parts.attended_norm is not None:
+            x = ops.norm(x, parts.attended_norm, eps)
+        residual, x = ops.add_norm(residual, x, parts.mlp_norm, eps)
+        x = parts.down(ops.gate(parts.gate_up(x), parts.activation))
+        if parts.mlp_added_norm is not None:
+            x = ops.norm(x, parts.mlp_added_norm, eps)
+        return residual, x
+
+    def advance(
+        self, residual: torch.Tensor, attended: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ops, parts, following = self._ops, self._parts, self._parts.following
+        assert following is not None
+        residual, x = self.finish(residual, attended)
+        residual, x = ops.add_norm(residual, x, following.norm, parts.eps)
+        qkv = following.qkv(x)
+        return (residual, *ops.turn(qkv, parts.shape, cos, sin, following.qk_norm, parts.eps))
 
 
 class TorchOps:
@@ -116,6 +194,9 @@ class TorchOps:
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         left, right = x.chunk(2, dim=-1)
         return ACTIVATIONS[activation](left) * right
+
+    def stages(self, parts: Sequence[StageParts]) -> Sequence[Stage]:
+        return [ComposedStage(self, part) for part in parts]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

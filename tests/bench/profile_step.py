@@ -21,7 +21,7 @@ from firstdiff.engine.build import build_engine
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine
 from firstdiff.engine.linear import Linear
-from firstdiff.engine.ops_kernel import KernelLinear
+from firstdiff.engine.linear_kernel import KernelLinear
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.records import Sampling
 

@@ -16,8 +16,9 @@ from firstdiff.engine.attention import AttentionRules, KVCache, TorchAttention
 from firstdiff.engine.attention_kernel import KernelAttention
 from firstdiff.engine.batch import Batch, PrefillSpan
 from firstdiff.engine.linear import Linear
-from firstdiff.engine.ops import HeadShape, TorchOps
-from firstdiff.engine.ops_kernel import KernelLinear, KernelOps, set_threads
+from firstdiff.engine.linear_kernel import KernelLinear
+from firstdiff.engine.ops import ComposedStage, Following, HeadShape, StageParts, TorchOps
+from firstdiff.engine.ops_kernel import KernelOps, set_threads
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -98,6 +99,61 @@ def test_turned_heads_agree(dtype, head_dim, normed, threads):
     got = fast.turn(qkv.clone(), shape, cos, sin, weight, 1e-6)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours.float(), theirs.float(), atol=3 * TOLERANCE[dtype], rtol=1e-2)
+
+
+def stage_parts(
+    ops: KernelOps, dtype: torch.dtype, *, extra_norms: bool, activation: str, seed: int
+) -> StageParts:
+    """Random parts whose widths are no multiples of a panel; with Gemma's additional norms, or without."""
+    width, inner, shape = 40, 52, HeadShape(3, 1, 12)
+
+    def weight(num_outputs: int, depth: int, offset: int) -> torch.Tensor:
+        return random(num_outputs, depth, seed=seed + offset, dtype=dtype) / depth**0.5
+
+    num_qkv = (3 + 2) * 12
+    extra = random(width, seed=seed + 7) if extra_norms else None
+    return StageParts(
+        shape=shape,
+        activation=activation,
+        eps=1e-5,
+        output=ops.linear(weight(width, 36, 1), None),
+        attended_norm=extra,
+        mlp_norm=random(width, seed=seed + 8, dtype=dtype),
+        gate_up=ops.linear(weight(2 * inner, width, 2), None),
+        down=ops.linear(weight(width, inner, 3), None),
+        mlp_added_norm=extra,
+        following=Following(
+            norm=random(width, seed=seed + 9, dtype=dtype),
+            qkv=ops.linear(weight(num_qkv, width, 4), random(num_qkv, seed=seed + 5, dtype=dtype)),
+            qk_norm=random(4, 12, seed=seed + 6) if extra_norms else None,
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("extra_norms", "activation"), [(False, "silu"), (True, "gelu_pytorch_tanh")])
+def test_a_stage_is_its_operations_in_order(dtype, extra_norms, activation, threads):
+    """Bit for bit, whatever sizes of steps came before, with two layers in one memory."""
+    ops = KernelOps(threads=threads)
+    parts = [
+        stage_parts(ops, dtype, extra_norms=extra_norms, activation=activation, seed=seed) for seed in (0, 50)
+    ]
+    stages = ops.stages(parts)
+    for num_rows in (1, 9, 3, 40, 40, 2, 100):
+        for stage, part in zip(stages, parts, strict=True):
+            residual = random(num_rows, 40, seed=num_rows, dtype=dtype)
+            attended = random(num_rows, 36, seed=num_rows + 1, dtype=dtype)
+            angles = random(num_rows, 12, seed=num_rows + 2)
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            composed = ComposedStage(ops, part)
+            for got, want in (
+                (
+                    stage.advance(residual.clone(), attended, cos, sin),
+                    composed.advance(residual.clone(), attended, cos, sin),
+                ),
+                (stage.finish(residual.clone(), attended), composed.finish(residual.clone(), attended)),
+            ):
+                assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
