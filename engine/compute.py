@@ -10,6 +10,7 @@ Usage: `compute = choose_compute(config, clock=SystemClock())`.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -73,6 +74,13 @@ def choose_compute(config: EngineConfig, *, clock: Clock) -> Compute:
 def _kernels(threads: int, clock: Clock) -> Compute:
     from functools import partial
 
+    from firstdiff.engine.kernel_compiler import kernel_folder
+
+    # Before the kernels are imported, which makes the folder.
+    if not kernel_folder().exists():
+        logging.getLogger(__name__).warning(
+            "compiling the CPU kernels for this machine, once: this takes up to half a minute"
+        )
     from firstdiff.engine.attention_kernel import KernelAttention
     from firstdiff.engine.ops_kernel import KernelOps, set_threads
 

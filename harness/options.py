@@ -104,7 +104,10 @@ class ServeOptions:
 
     model: Annotated[str, typer.Option(help="A pulled model's name, a folder, a hub id, or tiny-random.")]
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of weights and arithmetic.")] = "fp32"
-    threads: Annotated[int, typer.Option(help="Threads of the model's arithmetic; 0: the fastest.")] = 1
+    threads: Annotated[
+        int,
+        typer.Option(help="Threads of the model's arithmetic; 0: as many as a start-up trial finds fastest."),
+    ] = 0
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16
     num_blocks: Annotated[int, typer.Option(help="KV blocks; 0: enough, up to 2 GiB.")] = 0
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step, at most.")] = 32

@@ -46,7 +46,8 @@ class ReplicaError(RuntimeError):
 class Replica:
     """One server process on a loopback port of its own choosing.
 
-    `args` are those of `firstdiff serve` without host, port and log directory. `log_dir` is where token log
+    `args` are those of `firstdiff serve` without host, port and log directory; a replica has one thread
+    unless they name another number. `log_dir` is where token log
     and output go; without it a temporary folder that `stop` deletes.
     """
 
@@ -86,7 +87,8 @@ class Replica:
         if self._is_temporary:
             self.log_dir = Path(tempfile.mkdtemp(prefix="firstdiff-replica-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "firstdiff.harness.cli", "serve", *self._args]
+        # Replicas share the machine: one thread each, unless the arguments, which come later, say otherwise.
+        command = [sys.executable, "-m", "firstdiff.harness.cli", "serve", "--threads", "1", *self._args]
         command += ["--host", "127.0.0.1", "--port", "0", "--log-dir", str(self.log_dir)]
         command += ["--stop-on-stdin-end"]
         out, err = self.log_dir / "stdout.txt", self.log_dir / "stderr.txt"
