@@ -10,8 +10,10 @@ ignored). The sides:
 - `vllm`: vLLM's CPU build behind its own server, for the same client as `http`; given by `--vllm-python`;
 - `transformers`: transformers' own continuous batching (`generate_batch`), called in its own process.
 
+After the rounds come the shares of a decode step and the worth of prefix reuse.
+
 Usage: `python tests/bench/bench_engine.py --rounds 3 --threads 2`. The last line of stdout is one JSON
-document; the lines before it are a table for people, which `--write-readme` also puts into README.md.
+document; the lines before it are for people, which `--write-readme` also puts into README.md.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+import prefix_reuse
+import profile_step
+import torch
 
 WORKER = Path(__file__).with_name("bench_worker.py")
 README = Path(__file__).parents[2] / "README.md"
@@ -98,8 +104,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def memory_bandwidth(threads: int) -> float:
     """GB/s at which `threads` threads of torch add up an array that no cache holds; the best of several."""
-    import torch
-
     torch.set_num_threads(threads)
     array = torch.ones(100_000_000)
     best_s = min(timed(array.sum) for _ in range(8))
@@ -211,6 +215,28 @@ def table_lines(table: list[dict[str, object]]) -> list[str]:
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *rows]
 
 
+def profile_lines(arguments: argparse.Namespace) -> list[str]:
+    """Where a decode step's time goes, by concurrency, and what a shared prefix saves."""
+    with torch.inference_mode():
+        found = {
+            c: profile_step.shares(arguments.model, arguments.dtype, c)[1] for c in arguments.concurrency
+        }
+        seconds = prefix_reuse.measure(arguments.model, arguments.dtype, arguments.threads, arguments.rounds)
+    table = [
+        {"share of a decode step (1 thread)": part}
+        | {f"{c} sequences": f"{found[c][part]:.1%}" for c in arguments.concurrency}
+        for part in found[arguments.concurrency[0]]
+    ]
+    sooner = statistics.median(without / with_reuse for with_reuse, without in seconds)
+    tokens, requests = prefix_reuse.PREFIX_TOKENS, prefix_reuse.NUM_REQUESTS
+    reuse = (
+        f"A prefix of {tokens} tokens shared by {requests} requests: first tokens come {sooner:.1f} times "
+        "sooner with prefix reuse than without (mean over the requests, which follow one that computed the "
+        f"prefix; median of {arguments.rounds} rounds in turns)."
+    )
+    return [*table_lines(table), "", *textwrap.wrap(reuse, 110)]
+
+
 def write_readme(lines: list[str], arguments: argparse.Namespace, bandwidth: float) -> None:
     """Replace what stands between the bench markers of README.md."""
     found = machine()
@@ -232,7 +258,7 @@ def main() -> None:
     bandwidth = memory_bandwidth(arguments.threads)
     rows = measure(arguments)
     table = summarise(rows, arguments, bandwidth)
-    lines = table_lines(table)
+    lines = [*table_lines(table), "", *profile_lines(arguments)]
     print("\n".join(lines))
     if arguments.write_readme:
         write_readme(lines, arguments, bandwidth)

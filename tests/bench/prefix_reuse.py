@@ -36,25 +36,20 @@ def first_tokens_s(engine: LLMEngine, prompts: list[list[int]]) -> list[float]:
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+def measure(model: str, dtype: str, threads: int, rounds: int) -> list[tuple[float, float]]:
+    """Mean seconds to first token (with reuse, without), round by round."""
     engines: dict[bool, LLMEngine] = {}
     for reuse in (True, False):
         config = EngineConfig(
-            model=arguments.model,
-            dtype=arguments.dtype,
-            threads=arguments.threads,
+            model=model,
+            dtype=dtype,  # type: ignore[arg-type]
+            threads=threads,
             enable_prefix_caching=reuse,
         )
         engines[reuse], _ = build_engine(config, emit=lambda row: None, clock=SystemClock())
     rng = random.Random(0)
-    ratios = []
-    for round_index in range(arguments.rounds + 1):
+    seconds = []
+    for round_index in range(rounds + 1):
         prefix = [rng.randrange(100, 49_000) for _ in range(PREFIX_TOKENS)]
         own = [[rng.randrange(100, 49_000) for _ in range(OWN_TOKENS)] for _ in range(NUM_REQUESTS + 1)]
         found = {}
@@ -62,9 +57,22 @@ def main() -> None:
             first_tokens_s(engines[reuse], [prefix + own[-1]])
             found[reuse] = statistics.mean(first_tokens_s(engines[reuse], [prefix + o for o in own[:-1]]))
         if round_index > 0:  # the first compiles and touches memory
-            ratios.append(found[False] / found[True])
-            print(f"mean time to first token: {found[True]:.3f} s with reuse, {found[False]:.3f} s without")
-    print(f"{statistics.median(ratios):.1f} times sooner (median of {arguments.rounds} rounds)")
+            seconds.append((found[True], found[False]))
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    seconds = measure(arguments.model, arguments.dtype, arguments.threads, arguments.rounds)
+    for with_reuse, without in seconds:
+        print(f"mean time to first token: {with_reuse:.3f} s with reuse, {without:.3f} s without")
+    sooner = statistics.median(without / with_reuse for with_reuse, without in seconds)
+    print(f"{sooner:.1f} times sooner (median of {arguments.rounds} rounds)")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,12 @@ def decoding_engine(model: str, dtype: str, num_sequences: int) -> LLMEngine:
     )
 
 
-def print_shares(engine: LLMEngine) -> None:
-    """Shares of the time inside `step`, children included; what no part has is Python between them."""
+def shares(model: str, dtype: str, num_sequences: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a decode step of one thread under the profiler, and each part's share of it.
+
+    Children are included; what no part has is Python between them.
+    """
+    engine = decoding_engine(model, dtype, num_sequences)
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(STEPS):
@@ -63,13 +67,11 @@ def print_shares(engine: LLMEngine) -> None:
     entries = profiler.getstats()
     names = {id(entry): getattr(entry.code, "co_name", "") for entry in entries}
     total = next(e.totaltime for e in entries if names[id(e)] == "step" and e.callcount == STEPS)
-    print(f"step {total / STEPS * 1000:.1f} ms (profiler on)")
-    left = total
-    for part, wanted in PARTS.items():
-        spent = sum(entry.totaltime for entry in entries if names[id(entry)] in wanted)
-        left -= spent
-        print(f"  {part} {spent / total:.1%}")
-    print(f"  Python between them {left / total:.1%}")
+    parts = {
+        part: sum(entry.totaltime for entry in entries if names[id(entry)] in wanted) / total
+        for part, wanted in PARTS.items()
+    }
+    return total / STEPS * 1000, parts | {"Python between them": 1 - sum(parts.values())}
 
 
 def best_s(call: Callable[[], object]) -> float:
@@ -100,7 +102,10 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=32)
     arguments = parser.parse_args()
     with torch.inference_mode():
-        print_shares(decoding_engine(arguments.model, arguments.dtype, arguments.sequences))
+        step_ms, parts = shares(arguments.model, arguments.dtype, arguments.sequences)
+        print(f"step {step_ms:.1f} ms (profiler on)")
+        for part, share in parts.items():
+            print(f"  {part} {share:.1%}")
         print_products()
 
 
