@@ -1,10 +1,10 @@
 """The innermost loops of the CPU kernels, as instructions that numba code can use.
 
-Owns: tiles of a matrix product, sixteen dots, weighted sums, exponentials, widening and rounding. Refuses
-to know: models, caches, threads. Invariants: the order of every sum is written here and depends on nothing
-outside its own row, so a row's result is the same bits whatever is computed beside it.
+Owns: tiles of a matrix product, squares, gates, widening and rounding. Refuses to know: models, caches,
+threads. Invariants: the order of every sum is written here and depends on nothing outside its own row, so a
+row's result is the same bits whatever is computed beside it.
 
-Usage: in a numba function, `dots(q, keys, key_stride, out, num_vectors)`. Arguments are int64; memory is
+Usage: in a numba function, `sum_of_squares(values, num_vectors)`. Arguments are int64; memory is
 given by address, strides are in bytes; vectors are 16 fp32 and counts of them are at least 1.
 """
 
@@ -22,7 +22,6 @@ from firstdiff.engine.kernel_ir import (
     Values,
     call,
     exp,
-    extract,
     floats,
     instruction,
     int_of,
@@ -31,7 +30,6 @@ from firstdiff.engine.kernel_ir import (
     load,
     loop,
     offset,
-    pairwise_sums,
     prefetch,
     reduced,
     rounded,
@@ -124,79 +122,6 @@ def product_tile_fp32(
 ) -> Values:  # fmt: skip
     """As `product_tile_bf16`, with a panel of fp32."""
     return instruction(types.void, "i" * 9, lambda *a: _tile_by_rows(*a, bf16=False))
-
-
-@intrinsic
-def dots(
-    context: Values, q: Values, keys: Values, key_stride: Values, out: Values, num_vectors: Values
-) -> Values:
-    """out [16] = the products of q with 16 keys, each `num_vectors` long."""
-    return instruction(types.void, "iiiii", _dots)
-
-
-def _dots(
-    builder: Values, q: Values, keys: Values, key_stride: Values, out: Values, num_vectors: Values
-) -> None:
-    starts = [offset(builder, keys, key_stride, int_of(index)) for index in range(LANES)]
-
-    def step(index: Values, sums: list[Values]) -> list[Values]:
-        part = load(builder, offset(builder, q, index, int_of(64)), FLOATS, 4)
-        parts = [load(builder, offset(builder, start, index, int_of(64)), FLOATS, 4) for start in starts]
-        return [call(builder, "fma", part, key, total) for key, total in zip(parts, sums, strict=True)]
-
-    sums = loop(builder, num_vectors, [floats(0.0)] * LANES, step)
-    store(builder, pairwise_sums(builder, sums), out, 4)
-
-
-@intrinsic
-def add_weighted(
-    context: Values, weights: Values, values: Values, sums: Values, scale: Values, num_vectors: Values
-) -> Values:
-    """sums = sums * scale + weights [16] @ values [16, num_vectors], position after position."""
-    return instruction(types.void, "iiifi", _add_weighted)
-
-
-def _add_weighted(
-    builder: Values, weights: Values, values: Values, sums: Values, scale: Values, num_vectors: Values
-) -> None:
-    factor, row = splat(builder, scale), load(builder, weights, FLOATS, 4)
-    each = [splat(builder, extract(builder, row, lane)) for lane in range(LANES)]
-    stride = builder.mul(num_vectors, int_of(64))
-
-    def step(index: Values, _: list[Values]) -> list[Values]:
-        place = offset(builder, sums, index, int_of(64))
-        total = builder.fmul(load(builder, place, FLOATS, 4), factor)
-        column = offset(builder, values, index, int_of(64))
-        for position, weight in enumerate(each):
-            value = load(builder, offset(builder, column, stride, int_of(position)), FLOATS, 4)
-            total = call(builder, "fma", weight, value, total)
-        store(builder, total, place, 4)
-        return []
-
-    loop(builder, num_vectors, [], step)
-
-
-@intrinsic
-def exp_minus(context: Values, scores: Values, largest: Values) -> Values:
-    """scores [16] = exp(scores - largest) in place; returns their sum."""
-    return instruction(types.float32, "if", _exp_minus)
-
-
-def _exp_minus(builder: Values, scores: Values, largest: Values) -> Values:
-    weights = exp(builder, builder.fsub(load(builder, scores, FLOATS, 4), splat(builder, largest)))
-    store(builder, weights, scores, 4)
-    return reduced(builder, weights, builder.fadd)
-
-
-@intrinsic
-def largest_of(context: Values, scores: Values) -> Values:
-    """The largest of scores [16]."""
-    return instruction(types.float32, "i", _largest_of)
-
-
-def _largest_of(builder: Values, scores: Values) -> Values:
-    vector = load(builder, scores, FLOATS, 4)
-    return reduced(builder, vector, lambda a, b: call(builder, "maxnum", a, b))
 
 
 @intrinsic

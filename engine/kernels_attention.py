@@ -16,9 +16,13 @@ from __future__ import annotations
 import numpy as np
 
 from firstdiff.engine.kernel_compiler import compiled
+from firstdiff.engine.kernel_folds import QUERIES_MAX, fold_bf16, fold_fp32
 from firstdiff.engine.kernel_ir import LANES, floats_at, ints_at, words_at
-from firstdiff.engine.kernel_loops import add_weighted, dots, exp_minus, fetch, largest_of
+from firstdiff.engine.kernel_loops import fetch
 from firstdiff.engine.kernels import first_of, keep, read_row, write_row
+
+ROWS_BYTES = 2 * LANES * 8
+"""Of the addresses of a group's K and V."""
 
 TILE_FIELDS = 4
 """Of a tile: first row, number of rows, position of the first row, index of its sequence's first slot."""
@@ -42,48 +46,29 @@ def store(
 
 
 @compiled
-def hide(scores: int, group: int, lowest: int, highest: int) -> None:
-    """-inf for the positions of a group that are outside lowest .. highest."""
-    values = floats_at(scores)
+def address_group(
+    keys: int, values: int, slots: int, group: int, last: int, rows: int, slot_bytes: int, head_bytes: int
+) -> None:
+    """Where one group's K, then V, of one head lie, and ask for them; positions beyond `last` repeat it."""
+    places, addresses = ints_at(slots), ints_at(rows)
     for index in range(LANES):
-        position = group * LANES + index
-        if position < lowest or position > highest:
-            values[index] = np.float32(-np.inf)
-
-
-@compiled
-def load_group(
-    keys: int, values: int, slots: int, group: int, last: int, out: int, slot_bytes: int, width: int,
-    padded: int, bf16: int,
-) -> None:  # fmt: skip
-    """One group's K, then V, of one head as fp32 [16, padded]; positions beyond `last` repeat it."""
-    places = ints_at(slots)
-    head_bytes = width * (2 if bf16 else 4)
-    for index in range(LANES):
-        position = group * LANES + index
-        # The next group comes from memory while this one is computed.
-        ahead = places[min(position + LANES, last)] * slot_bytes
+        place = places[min(group * LANES + index, last)] * slot_bytes
+        key, value = keys + place, values + place
+        addresses[index] = key
+        addresses[LANES + index] = value
         for line in range(0, head_bytes, 64):
-            fetch(keys + ahead + line)
-            fetch(values + ahead + line)
-        place = places[min(position, last)] * slot_bytes
-        read_row(keys + place, out + index * padded * 4, width, bf16)
-        read_row(values + place, out + (LANES + index) * padded * 4, width, bf16)
+            fetch(key + line)
+            fetch(value + line)
 
 
 @compiled
-def add_group(scores: int, values: int, state: int, sums: int, num_vectors: int) -> None:
-    """Fold one group into a row: `state` holds its largest score so far and the sum of its weights."""
-    so_far = floats_at(state)
-    largest = largest_of(scores)
-    scale = np.float32(1.0)
-    # A NaN is not larger, and comes back through `exp_minus`.
-    if largest > so_far[0]:
-        scale = np.float32(np.exp(so_far[0] - largest))
-        so_far[0] = largest
-    total = exp_minus(scores, so_far[0])
-    so_far[1] = so_far[1] * scale + total
-    add_weighted(scores, values, sums, scale, num_vectors)
+def widen_group(rows: int, copies: int, head_dim: int, padded: int, bf16: int) -> None:
+    """Copy the rows to fp32 [32, padded], and let `rows` point there."""
+    addresses = ints_at(rows)
+    for index in range(2 * LANES):
+        copy = copies + index * padded * 4
+        read_row(addresses[index], copy, head_dim, bf16)
+        addresses[index] = copy
 
 
 @compiled
@@ -114,13 +99,15 @@ def attend_tile(
 ) -> None:  # fmt: skip
     """Rows at position, position + 1, ... for the `num_heads` query heads that share one KV head.
 
-    `scratch` is zeroed: a group's K and V, its scores, then query, state and sums of each row and head.
+    `scratch` is zeroed: addresses of this and the next group's rows, weights, copies of the rows, then
+    what each query has.
     """
     num_vectors = (head_dim + LANES - 1) // LANES
     padded = num_vectors * LANES
     item = 2 if bf16 else 4
-    scores = scratch + 2 * LANES * padded * 4
-    states = scores + LANES * 4
+    weights = scratch + 2 * ROWS_BYTES
+    copies = weights + QUERIES_MAX * LANES * 4
+    states = copies + 2 * LANES * padded * 4
     own_bytes = (2 * padded + LANES) * 4
     count = num_rows * num_heads
     for index in range(count):
@@ -128,22 +115,35 @@ def attend_tile(
         query, sums = state + LANES * 4, state + (LANES + padded) * 4
         source = q + index // num_heads * q_stride + index % num_heads * head_dim * item
         begin_row(source, query, state, sums, head_dim, scale, bf16)
+    # Rows that fill whole vectors are read where they lie; a copy in fp32 pays when many queries share it.
+    copied = head_dim != padded or (bf16 != 0 and num_rows > 1)
     last = position + num_rows - 1
     first = max(0, position - window + 1) if window > 0 else 0
+    rows, following = scratch, scratch + ROWS_BYTES
+    address_group(keys, values, slots, first // LANES, last, following, slot_bytes, head_dim * item)
     for group in range(first // LANES, last // LANES + 1):
-        load_group(keys, values, slots, group, last, scratch, slot_bytes, head_dim, padded, bf16)
-        begin, end = group * LANES, group * LANES + LANES - 1
-        for index in range(count):
-            highest = position + index // num_heads
+        rows, following = following, rows
+        # The next group comes from memory while this one is computed.
+        if group < last // LANES:
+            address_group(keys, values, slots, group + 1, last, following, slot_bytes, head_dim * item)
+        if copied:
+            widen_group(rows, copies, head_dim, padded, bf16)
+        begin = group * LANES
+        for row in range(num_rows):
+            highest = position + row
             lowest = max(0, highest - window + 1) if window > 0 else 0
-            if begin > highest or end < lowest:
+            if begin > highest or begin + LANES <= lowest:
                 continue
-            state = states + index * own_bytes
-            query, sums = state + LANES * 4, state + (LANES + padded) * 4
-            dots(query, scratch, padded * 4, scores, num_vectors)
-            if begin < lowest or end > highest:
-                hide(scores, group, lowest, highest)
-            add_group(scores, scratch + LANES * padded * 4, state, sums, num_vectors)
+            head = 0
+            while head < num_heads:
+                together = min(QUERIES_MAX, num_heads - head)
+                state = states + (row * num_heads + head) * own_bytes
+                low, high = lowest - begin, min(highest - begin, LANES)
+                if copied or bf16 == 0:
+                    fold_fp32(together, rows, state, own_bytes, num_vectors, low, high, weights)
+                else:
+                    fold_bf16(together, rows, state, own_bytes, num_vectors, low, high, weights)
+                head += together
     for index in range(count):
         state = states + index * own_bytes
         place = out + index // num_heads * out_stride + index % num_heads * head_dim * item
@@ -164,7 +164,8 @@ def attend(
     group = num_heads // num_kv_heads
     padded = (head_dim + LANES - 1) // LANES * LANES
     own = 2 * padded + LANES
-    room = np.zeros(2 * LANES * padded + LANES + max_rows * group * own + LANES, np.float32)
+    shared = 2 * ROWS_BYTES // 4 + QUERIES_MAX * LANES + 2 * LANES * padded
+    room = np.zeros(shared + max_rows * group * own + LANES, np.float32)
     # Vectors that lie across two cache lines would cost twice as much to read.
     scratch = (room.ctypes.data + 63) // 64 * 64
     fields, limits = ints_at(tiles), ints_at(bounds)
