@@ -148,10 +148,13 @@ def test_a_whole_answer_that_nobody_reads_is_cut_too() -> None:
 
 def test_rows_that_wait_for_a_slow_reader_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "MAX_UNREAD_ROWS", 500)
-    script = Script(spell("word "))
+    # Steps that take a while: an engine that is quicker than its server has nothing left to cut.
+    script = Script(spell("word "), step_s=0.004)
     with scripted_server(script, num_blocks=2048) as server, connected(server) as connection:
+        script.gate.clear()
         slow_stream(connection, buffer_bytes=1 << 17, max_tokens=250, logprobs=20)
-        wait_until(lambda: server.running.dispatcher.num_open == 1)
+        wait_until(lambda: server.running.dispatcher.num_in_flight == 64)
+        script.gate.set()
         # The engine is done with it although its client has not read a byte.
         wait_until(lambda: server.running.dispatcher.num_in_flight == 0)
         raw = b""
