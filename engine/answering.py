@@ -132,8 +132,13 @@ class Answerer:
             request, received, SCORE, choices, ask.queueing, per_prompt=ask.per_prompt
         )
         try:
-            async for _ in generation.batches():
-                pass
+            async for batch in generation.batches():
+                if any(piece.finish_reason == "abort" for _, piece in batch):
+                    raise ApiError(
+                        "expected to score all targets, got the request ended by /abort: send it again",
+                        status=409,
+                        code="aborted",
+                    )
             num_prompt = sum(map(len, prompts))
             num_target = sum(map(len, targets))
             body = {

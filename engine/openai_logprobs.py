@@ -112,7 +112,7 @@ class LogprobWriter:
 
 
 def prompt_tokens(prompt_token_ids: Sequence[int], rows: Iterable[PromptLogprobsRow]) -> list[Scored | None]:
-    """One entry a prompt token: None before the first whose log-probability was computed."""
+    """One entry a prompt token: None where no log-probability was computed."""
     entries: list[Scored | None] = []
     for row in rows:
         if not entries:
@@ -120,8 +120,8 @@ def prompt_tokens(prompt_token_ids: Sequence[int], rows: Iterable[PromptLogprobs
         assert len(entries) == row.start
         for offset, (logprob, top) in enumerate(zip(row.logprobs, row.top_logprobs, strict=True)):
             entries.append(Scored(prompt_token_ids[row.start + offset], logprob, top))
-    # A prompt of one token has none to show.
-    return entries or [None] * len(prompt_token_ids)
+    # A prompt of one token has none to show, and one that was aborted before its end only the first ones.
+    return entries + [None] * (len(prompt_token_ids) - len(entries))
 
 
 def show_prompt(
