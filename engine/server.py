@@ -106,9 +106,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers."""
+    """A server that answers; `app` has its routes."""
 
     url: str
+    app: web.Application
     identity: Identity
     dispatcher: Dispatcher
     ledger: ServerLedger
@@ -229,8 +230,9 @@ async def running_server(
     dispatcher = Dispatcher(core, ledger, clock)
     connections = Connections(head_timeout_s=settings.body_timeout_s)
     routes = _routes(settings, identity, name, dispatcher, ledger, tokenizer, clock, rng, connections)
+    app = routes.app()
     runner = web.AppRunner(
-        routes.app(),
+        app,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=ANSWER_GRACE_S,
@@ -248,7 +250,7 @@ async def running_server(
         except OSError as error:
             # Another process bound the port without listening, and began to listen first.
             raise port_error(settings.host, settings.port, error) from error
-        yield RunningServer(url_of(settings.host, listener), identity, dispatcher, ledger)
+        yield RunningServer(url_of(settings.host, listener), app, identity, dispatcher, ledger)
     finally:
         await _drain(dispatcher, settings.drain_timeout_s, hurry)
         await _stop(server, runner, dispatcher, core, delivering, ledger)

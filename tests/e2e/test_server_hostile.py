@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import socket
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fuzz_requests import ABORT, CHAT, COMPLETIONS, JSON, NAMES, POSTS, RESET, SCORE
+from fuzz_wire import check_answer
 from scripted_server import MODEL, Script, ServerUnderTest, scripted_server, spell
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-SCORE, ABORT, RESET = "/score", "/abort", "/reset_prefix_cache"
-PATHS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize", SCORE, ABORT, RESET)
+from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch
+
 BODY_BYTES_MAX = 100_000
-NUM_REQUESTS = int(os.environ.get("FIRSTDIFF_FUZZ_REQUESTS", "800"))
-"""Of the fuzzing of all routes; CI asks for more."""
-MEMORY_GROWTH_MAX_BYTES = 8 << 20
+PROMPT = [*range(300, 330)]
 
 
 @pytest.fixture(scope="module")
@@ -42,170 +39,13 @@ def server(script: Script) -> Iterator[ServerUnderTest]:
         yield running
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=20)
-    | st.sampled_from(
-        [-1, 0, 1, 2**63, -(2**63), 2**64, 10**30, 1e308, -0.0, 5e-324, "", "\0", "\ufffd", "🙂"]
-    ),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=8,
-)
-IDS = st.lists(st.integers(0, 2047), min_size=1, max_size=8)
-TEXT = st.text(min_size=1, max_size=9)
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["system", "user", "assistant"]),
-            "content": TEXT
-            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2),
-        }
-    ),
-    min_size=1,
-    max_size=3,
-)
-NEEDED: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    COMPLETIONS: {
-        "prompt": TEXT | IDS | st.lists(TEXT, min_size=1, max_size=3) | st.lists(IDS, min_size=1, max_size=3)
-    },
-    CHAT: {"messages": MESSAGES},
-    "/tokenize": {"prompt": st.text(max_size=9)},
-    "/detokenize": {"tokens": IDS},
-    SCORE: {"prompt": TEXT | IDS, "target": TEXT | IDS | st.lists(TEXT, min_size=1, max_size=3)},
-    ABORT: {"request_id": TEXT},
-    RESET: {},
-}
-GENERATION: dict[str, st.SearchStrategy[Any]] = {
-    "max_tokens": st.integers(1, 6),
-    "temperature": st.floats(0, 2),
-    "top_p": st.floats(0, 1, exclude_min=True),
-    "top_k": st.integers(-1, 3000),
-    "seed": st.integers(-(2**63), 2**63 - 1),
-    "stop": TEXT | st.lists(TEXT, max_size=3),
-    "stop_token_ids": IDS,
-    "ignore_eos": st.booleans(),
-    "stream": st.booleans(),
-    "return_token_ids": st.booleans(),
-    "user": st.text(max_size=5),
-    "n": st.integers(1, 3),
-    "min_p": st.floats(0, 1),
-    "min_tokens": st.integers(0, 1),
-    "presence_penalty": st.floats(-2, 2),
-    "repetition_penalty": st.floats(0.5, 2),
-    "logit_bias": st.dictionaries(st.integers(0, 2047).map(str), st.floats(-100, 100), max_size=3),
-    "metadata": st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3),
-    "cache_salt": TEXT,
-    "use_prefix_cache": st.booleans(),
-    "skip_special_tokens": st.booleans(),
-    "include_stop_str_in_output": st.booleans(),
-    "truncate_prompt_tokens": st.integers(1, 256),
-    "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs"]),
-}
-OPTIONAL = {
-    COMPLETIONS: GENERATION | {"logprobs": st.integers(0, 20), "echo": st.booleans()},
-    CHAT: GENERATION
-    | {"logprobs": st.booleans(), "max_completion_tokens": st.integers(1, 6), "tools": st.just([])},
-    "/tokenize": {"add_special_tokens": st.booleans()},
-    "/detokenize": {},
-    SCORE: {"top_logprobs": st.integers(0, 20), "use_prefix_cache": st.booleans(), "user": TEXT},
-    ABORT: {},
-    RESET: {},
-}
-# Needs a second field to be right: hostile as often as not.
-EXTRA = ["stream_options", "top_logprobs", "messages", "prompt", "tokens", "n", "best_of", "logit_bias",
-         "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-         "guided_grammar", "tools", "tool_choice", "forced_token_ids", "prompt_logprobs", "priority",
-         "stop", "target"]  # fmt: skip
-NAMES = sorted({*EXTRA, *(name for fields in (*NEEDED.values(), *OPTIONAL.values()) for name in fields)})
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """(path, body): most bodies are right and get to the engine; some have a field that is anything."""
-    path = draw(st.sampled_from(PATHS))
-    model = {} if path in (ABORT, RESET) else {"model": st.just(MODEL)}
-    body = draw(st.fixed_dictionaries(model | NEEDED[path], optional=OPTIONAL[path]))
-    if path in (COMPLETIONS, CHAT) and draw(st.booleans()):
-        body |= {
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": draw(st.booleans())},
-        }
-    if draw(st.booleans()):
-        body[draw(st.sampled_from(NAMES) | st.text(max_size=6))] = draw(JSON)
-    if body and draw(st.integers(0, 9)) == 0:
-        body.pop(draw(st.sampled_from(sorted(body))))
-    return path, body
-
-
-def resident_bytes() -> int:
-    """Memory of this process, server included; 0 where that is not told."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-
-
-def check_answer(status: int, headers: dict[str, str], body: bytes) -> None:
-    assert 200 <= status < 300 or 400 <= status < 500, (status, body)
-    if status >= 400:
-        error = json.loads(body)["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["message"].startswith("expected "), error
-        assert ", got" in error["message"], error
-    elif headers["content-type"].startswith("text/event-stream"):
-        *events, done, rest = body.split(b"\n\n")
-        assert (done, rest) == (b"data: [DONE]", b"")
-        for event in events:
-            assert "error" not in json.loads(event.removeprefix(b"data: "))
-    else:
-        json.loads(body)
-
-
-@pytest.mark.timeout(600)
-def test_any_json_body_gets_an_answer(server: ServerUnderTest, script: Script) -> None:
-    seen: Counter[tuple[str, int]] = Counter()
-    sent: list[tuple[str, dict[str, Any]]] = []
-
-    @settings(max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(request=requests())
-    def check(request: tuple[str, dict[str, Any]]) -> None:
-        path, body = request
-        status, headers, answer = server.request("POST", path, body)
-        check_answer(status, headers, answer)
-        seen[path, status // 100] += 1
-        sent.append(request)
-
-    check()
-    # The bodies are worth something only when they reach the engine about as often as they are refused.
-    for path in PATHS:
-        assert seen[path, 2] >= 10, seen
-        assert seen[path, 4] >= 10, seen
-    # Nothing is left of it: no request, no block, and no memory by asking it all again. (Hypothesis keeps
-    # more of its examples than the server does of its requests, so its own run would tell nothing.)
-    sizes = []
-    for _ in range(3):
-        for path, body in sent[:400]:
-            server.request("POST", path, body)
-        sizes.append(resident_bytes())
-    assert sizes[2] - sizes[0] < MEMORY_GROWTH_MAX_BYTES
-    assert server.running.dispatcher.num_open == 0
-    for _ in range(500):
-        if server.running.dispatcher.num_in_flight == 0:
-            break
-        Event().wait(0.01)
-    assert script.engine is not None
-    script.engine.scheduler.check_integrity()
-    assert script.engine.scheduler.pool.num_used_blocks == 0
-
-
 @settings(max_examples=100, deadline=None)
-@given(path=st.sampled_from(PATHS), body=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
+@given(path=st.sampled_from(POSTS), body=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
 def test_any_bytes_get_an_answer(server: ServerUnderTest, path: str, body: bytes) -> None:
     check_answer(*server.request("POST", path, body))
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -370,6 +210,58 @@ def test_malformed_trace_headers_change_nothing(server: ServerUnderTest) -> None
         assert (
             server.request("POST", COMPLETIONS, body, {"traceparent": value, "tracestate": value})[0] == 200
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ended_in_its_prompt_still_has_an_entry_a_token(stream: bool) -> None:
+    status, body = aborted_in_prompt(
+        COMPLETIONS, prompt=PROMPT, echo=True, logprobs=1, max_tokens=5, stream=stream
+    )
+    assert status == 200
+    (choice,) = json.loads(body.split(b"\n\n")[0].removeprefix(b"data: "))["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert {name: len(values) for name, values in choice["logprobs"].items()} == dict.fromkeys(
+        ("text_offset", "token_logprobs", "tokens", "top_logprobs"), len(PROMPT)
+    )
+    # Of the first steps there are some, of those that never came none.
+    logprobs = choice["logprobs"]["token_logprobs"]
+    num_known = len(logprobs) - logprobs.count(None)
+    assert num_known == 8
+    assert None not in logprobs[1 : 1 + num_known]
+
+
+def test_a_score_that_is_ended_is_refused() -> None:
+    status, body = aborted_in_prompt(SCORE, prompt="a", target=PROMPT)
+    check_answer(status, {}, body)
+    assert (status, json.loads(body)["error"]["code"]) == (409, "aborted")
+
+
+class PausesInPrompt(Script):
+    """Closes its gate in the fourth step."""
+
+    def execute(self, batch: ScheduledBatch) -> RunnerOutput:
+        if batch.step_index == 3:
+            self.gate.clear()
+        return super().execute(batch)
+
+
+def aborted_in_prompt(path: str, **body: Any) -> tuple[int, bytes]:
+    """(status, answer) of a request that was ended after four steps of its prompt."""
+    script = PausesInPrompt(spell("one two "))
+    with (
+        scripted_server(script, max_num_seqs=1, max_num_batched_tokens=2) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        named = {"X-Request-Id": "to-end"}
+        answer = pool.submit(server.request, "POST", path, {"model": MODEL, **body}, named)
+        for _ in range(2000):
+            if script.is_waiting:
+                break
+            Event().wait(0.01)
+        assert json.loads(server.request("POST", ABORT, {"request_id": "to-end"})[2])["num_aborted"] == 1
+        script.gate.set()
+        status, _, raw = answer.result(20)
+        return status, raw
 
 
 def test_the_server_still_answers(server: ServerUnderTest) -> None:
