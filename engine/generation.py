@@ -18,6 +18,7 @@ from firstdiff.engine.dispatcher import Delivery, Dispatcher
 from firstdiff.engine.messages import Rejected
 from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.server_ledger import ServerLedger
+from firstdiff.engine.structure import StructureError
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import EngineRequestRow, PromptLogprobsRow, TokenRow
 from firstdiff.tracing.token_log import ServerStamps
@@ -61,7 +62,8 @@ class Generation:
     async def batches(self) -> AsyncIterator[Batch]:
         """The pieces as they come, all that came at once together, until every choice has finished.
 
-        ApiError when the engine refused (429, 400), failed (500) or is gone (503).
+        ApiError when the engine refused (429, 400), failed (500; 400 by the request's own structure) or is
+        gone (503).
         """
         while self._open:
             batch, failure = self._follow(await self._mailbox.take())
@@ -162,6 +164,11 @@ class Generation:
                 "expected a client that reads its stream, got one that left it unread: read faster",
                 status=408,
                 code="client_too_slow",
+            )
+        if row.error is not None and row.error.startswith(StructureError.__name__):
+            return ApiError(
+                f"expected a structure that the answer can be held to, got {row.error}: send another",
+                code="structure_failed",
             )
         return ApiError(
             f"expected the engine to finish the answer, got an error in its step: {row.error}: "

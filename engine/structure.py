@@ -29,6 +29,13 @@ SPEC_BYTES_MAX = 1 << 16
 CHOICES_MAX = 1024
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 """Between the parts of JSON: bounded, because small models like to write blanks for ever."""
+UNFORCED = '%llguidance {"no_forcing": true}'
+"""Without this the library tokenizes what must come by itself, and reads special tokens in it: the text of
+EOS in a choice would end the answer. It stands last, where it holds whatever a client's grammar says."""
+
+
+class StructureError(ValueError):
+    """A request's own structure cannot be enforced, or not gone on with: nothing is wrong with the engine."""
 
 
 def check_structure(structure: Structure) -> None:
@@ -103,7 +110,9 @@ class _Matcher:
         self._raise_error()
         allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
         if not allowed.any():
-            raise ValueError(f"expected a token that the {self._structure.kind} allows, got none: dead end")
+            raise StructureError(
+                f"expected a token that the {self._structure.kind} allows, got none: dead end"
+            )
         return allowed
 
     def _raise_error(self) -> None:
@@ -112,7 +121,7 @@ class _Matcher:
 
 
 def _grammar(structure: Structure) -> str:
-    """The structure in llguidance's terms; ValueError when it is out of bounds or not of its kind."""
+    """The structure as llguidance's Lark; ValueError when it is out of bounds or not of its kind."""
     spec, kind = structure.spec, structure.kind
     try:
         num_bytes = len(spec.encode())
@@ -121,18 +130,25 @@ def _grammar(structure: Structure) -> str:
     if num_bytes > SPEC_BYTES_MAX:
         raise ValueError(f"expected {kind} of at most {SPEC_BYTES_MAX} bytes, got {num_bytes}: shorten it")
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(spec)
-    if kind == "grammar":
-        return LLMatcher.grammar_from_lark(spec)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark(_choice_grammar(spec))
-    schema = '{"type":"object"}' if kind == "json_object" else spec
+        wrapped = LLMatcher.grammar_from_regex(spec)
+        lark = str(json.loads(wrapped)["grammars"][0]["lark_grammar"])
+    elif kind == "grammar":
+        lark = spec
+    elif kind == "choice":
+        lark = _choice_grammar(spec)
+    else:
+        lark = _json_grammar(structure, '{"type":"object"}' if kind == "json_object" else spec)
+    return f"{lark}\n{UNFORCED}"
+
+
+def _json_grammar(structure: Structure, schema: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(
+        wrapped = LLMatcher.grammar_from_json_schema(
             schema, overrides={"lenient": False, "whitespace_pattern": WHITESPACE}
         )
     except ValueError as error:
         raise _refusal(structure, str(error)) from error
+    return f"start: %json {json.dumps(json.loads(wrapped)['grammars'][0]['json_schema'])}"
 
 
 def _choice_grammar(spec: str) -> str:
@@ -161,4 +177,4 @@ def _limits() -> LLParserLimits:
 
 def _refusal(structure: Structure, reason: str) -> ValueError:
     first = " ".join(reason.split())[:300]
-    return ValueError(f"expected {structure.kind} that can be enforced, got: {first}")
+    return StructureError(f"expected {structure.kind} that can be enforced, got: {first}")

@@ -131,6 +131,27 @@ def test_preemption_does_not_change_structured_answers(engine):
     assert [text for text, _ in tight] == [text for text, _ in run(roomy, samplings)]
 
 
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure(kind="choice", spec='["<|im_end|>x", "<|im_start|>"]'),
+        Structure(kind="regex", spec=r"<\|im_(end|start)\|>x?"),
+        Structure(kind="json_schema", spec='{"const": {"<|im_end|>": "<|im_start|>"}}'),
+        Structure(kind="grammar", spec='%llguidance {"no_forcing": false}\nstart: "(<|im_end|>x)"'),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_the_text_of_a_special_token_is_text(engine, structure):
+    answers = engine.generate([[11]] * 6, [sampling(structure, seed) for seed in range(6)])
+    for rows, row in zip(answers, engine.finished, strict=True):
+        assert (row.finish_reason, row.error) == ("stop", None)
+        assert {0, 1, 2} & {token.token_id for token in rows[:-1]} == set()
+        text = text_of(rows)
+        assert "<|im_" in text
+        if structure.kind != "grammar":
+            check_whole(structure, text)
+
+
 def test_structured_and_free_answers_share_a_batch(engine):
     structure = STRUCTURES[3]
     alone = [run(engine, [sampling(each, 3)])[0][0] for each in (structure, None)]
@@ -153,10 +174,11 @@ def test_what_eos_and_min_tokens_make_of_a_finished_structure(engine):
 
 
 def test_a_structure_that_cannot_go_on_fails_its_request_alone(engine):
-    explodes = Structure(kind="regex", spec=r"(a?){3000}a{3000}")
-    answers = run(engine, [sampling(None, 1, max_tokens=6), sampling(explodes, 1), sampling(None, 2)])
+    # Known to the vocabulary of bytes that a server checks with, not to the model's.
+    unknown = Structure(kind="grammar", spec='start: <|system|> "x"')
+    answers = run(engine, [sampling(None, 1, max_tokens=6), sampling(unknown, 1), sampling(None, 2)])
     assert [row.finish_reason for _, row in answers][1] == "error"
-    assert "regex that can be enforced" in str(answers[1][1].error)
+    assert "grammar that can be enforced" in str(answers[1][1].error)
     assert all(row.error is None for _, row in (answers[0], answers[2]))
     banned = sampling(Structure(kind="choice", spec='["yes"]'), 1, logit_bias={0: -100.0, 2: -100.0})
     assert run(engine, [banned])[0][0] == "yes"
