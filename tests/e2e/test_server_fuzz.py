@@ -109,7 +109,6 @@ def fuzz(
         for sent in asked[:: max(1, len(asked) // NUM_REPLAYED)]:
             ask(address, sent, timeout_s=timeout_s)
         sizes.append(resident_bytes())
-    print([size - sizes[0] for size in sizes])
     assert sizes[-1] - sizes[0] < MEMORY_GROWTH_MAX_BYTES, f"memory grew: {sizes}"
     check_nothing_left(server, script.engine, before, patience_s=patience_s)
     return seen
