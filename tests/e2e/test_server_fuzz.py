@@ -129,11 +129,12 @@ def test_any_request_gets_an_answer() -> None:
         seen = fuzz(server, script, NUM_REQUESTS)
     print("\n" + summary(seen))
     assert seen.total() > 0.95 * NUM_REQUESTS
-    # It is worth something only when the requests reach what is behind a route about as often as not.
+    # It is worth something only when the requests reach what is behind a route. (Hypothesis varies what went
+    # before, so that few requests may well be alike.)
     for name in ROUTES:
         num_all = sum(count for (its, _), count in seen.items() if its == name)
-        assert seen[name, 200] > num_all / 10, summary(seen)
-        assert name.startswith(("GET", "HEAD")) or seen[name, 400] > num_all / 10, summary(seen)
+        assert seen[name, 200] > num_all / 30, summary(seen)
+        assert name.startswith(("GET", "HEAD")) or seen[name, 400] > num_all / 30, summary(seen)
 
 
 async def _raises(_: Routes, request: web.Request) -> web.Response:
