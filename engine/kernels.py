@@ -5,7 +5,8 @@ threads (a caller runs part i of n). Invariants: a row's result is the same bits
 chunks are computed beside it: no sum depends on anything but its own row and absolute positions; what lies
 outside a row's context is never added.
 
-Memory is given by address (int64), strides in bytes; `bf16` is 1 for bf16 tensors and 0 for fp32 ones.
+Memory is given by address (int64), strides in bytes; `bf16` is 1 for bf16 tensors and 0 for fp32 ones;
+`wide` is 1 where values of bf16 are written as fp32, for a product to read.
 
 Usage: `product(0, 1, ...)` computes all of a product; `product(i, n, ...)` the i-th of n parts.
 """
@@ -79,6 +80,19 @@ def write_row(source: int, out: int, width: int, bf16: int) -> None:
 
 
 @compiled
+def put_row(source: int, out: int, row: int, width: int, bf16: int, wide: int) -> None:
+    """`source`, fp32, as row `row` of `out` without gaps, rounded to the dtype; `wide`: still as fp32.
+
+    May round `source` in place.
+    """
+    if wide:
+        write_row(source, source, width, 1)
+        read_row(source, out + row * width * 4, width, 1)
+    else:
+        write_row(source, out + row * width * (2 if bf16 else 4), width, bf16)
+
+
+@compiled
 def widen_rows(part: int, num_parts: int, x: int, x_stride: int, out: int, num_rows: int, width: int) -> None:
     """bf16 x [num_rows, width] to fp32 without gaps."""
     for row in range(first_of(part, num_parts, num_rows), first_of(part + 1, num_parts, num_rows)):
@@ -132,18 +146,6 @@ def product(
 
 
 @compiled
-def linear(
-    x: int, x_stride: int, widened: int, panels: int, bias: int, out: int, out_stride: int, num_rows: int,
-    depth: int, num_panels: int, bf16: int, wide: int,
-) -> None:  # fmt: skip
-    """`product` of x in its own dtype; `widened` [num_rows, depth] fp32 is room for bf16 rows."""
-    if bf16:
-        widen_rows(0, 1, x, x_stride, widened, num_rows, depth)
-        x, x_stride = widened, depth * 4
-    product(0, 1, x, x_stride, panels, bias, out, out_stride, num_rows, depth, num_panels, bf16, wide)
-
-
-@compiled
 def norm_row(values: int, weight: int, width: int, eps: float) -> None:
     """fp32 `values` scaled to unit mean square, then by `weight`, in place; zeros follow up to a vector."""
     num_vectors = (width + LANES - 1) // LANES
@@ -169,12 +171,12 @@ def add_norm(
     width: int,
     eps: float,
     bf16: int,
+    wide: int,
 ) -> None:
     """x += added where there is one (address 0: none), then out = rms_norm(x) * weight [width]."""
     scratch = np.zeros((3, width + LANES), np.float32)
     row_values, row_added, factors = scratch[0].ctypes.data, scratch[1].ctypes.data, scratch[2].ctypes.data
     read_row(weight, factors, width, weight_bf16)
-    item = 2 if bf16 else 4
     for row in range(first_of(part, num_parts, num_rows), first_of(part + 1, num_parts, num_rows)):
         place = x + row * x_stride
         read_row(place, row_values, width, bf16)
@@ -184,7 +186,7 @@ def add_norm(
             write_row(row_values, place, width, bf16)
             read_row(place, row_values, width, bf16)
         norm_row(row_values, factors, width, eps)
-        write_row(row_values, out + row * width * item, width, bf16)
+        put_row(row_values, out, row, width, bf16, wide)
     keep(scratch)
 
 
@@ -199,6 +201,7 @@ def gate_rows(
     width: int,
     is_silu: int,
     bf16: int,
+    wide: int,
 ) -> None:
     """out [num_rows, width] = activation(left half of x) * right half."""
     scratch = np.zeros((3, width + LANES), np.float32)
@@ -210,7 +213,7 @@ def gate_rows(
         read_row(place, gates, width, bf16)
         read_row(place + width * item, ups, width, bf16)
         gate(gates, ups, gated, num_vectors, is_silu)
-        write_row(gated, out + row * width * item, width, bf16)
+        put_row(gated, out, row, width, bf16, wide)
     keep(scratch)
 
 

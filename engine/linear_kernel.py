@@ -1,6 +1,6 @@
 """Products with weights packed for the compiled CPU kernels.
 
-Owns: the packing, and the arguments of the product kernel. Refuses to know: layers, what a product is for.
+Owns: the packing, and the place of the product on a tape. Refuses to know: layers, what a product is for.
 Invariants: a row's result depends, bit for bit, on that row alone; tensors outlive the call that reads their
 address.
 
@@ -9,18 +9,12 @@ Usage: `project = KernelLinear(weight, bias, threads=2); y = project(x)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from firstdiff.engine import kernels, kernels_parallel
 from firstdiff.engine.kernel_loops import PANEL
+from firstdiff.engine.tape import Place, Tape
 
 _ALIGNMENT = 64
-
-
-PlacedProduct = Callable[[int, int, int], None]
-"""(address of x, bytes from row to row, number of rows) -> nothing: the output has its place."""
 
 
 class KernelLinear:
@@ -29,14 +23,13 @@ class KernelLinear:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, threads: int = 1, wide: bool = False
     ) -> None:
-        self._bf16 = int(weight.dtype == torch.bfloat16)
-        self._wide = int(wide)
+        self._wide = wide
         self._threads = threads
         self.num_outputs, self.depth = weight.shape
         self._num_panels = -(-self.num_outputs // PANEL)
         padded = weight.new_zeros(self._num_panels * PANEL, self.depth)
         padded[: self.num_outputs] = weight
-        if self._bf16:
+        if weight.dtype == torch.bfloat16:
             # Columns c and c + 16 share a 32-bit word, which a shift and a mask take apart.
             shaped = padded.view(self._num_panels, 2, PANEL // 2, self.depth).permute(0, 3, 2, 1)
         else:
@@ -54,8 +47,10 @@ class KernelLinear:
         num_rows = x.shape[0]
         assert x.shape[1] == self.depth
         out = torch.empty(num_rows, self.padded_width, dtype=self.dtype)
-        widened = torch.empty(num_rows, self.depth) if self._bf16 else x
-        self.into(out, widened)(x.data_ptr(), x.stride(0) * x.element_size(), num_rows)
+        tape = Tape(threads=self._threads)
+        widened = torch.empty(num_rows, self.depth)
+        self.add_to(tape, self.widened(tape, x, widened), out)
+        tape.run(num_rows)
         return out if out.shape[1] == self.num_outputs else out[:, : self.num_outputs]
 
     @property
@@ -63,18 +58,16 @@ class KernelLinear:
         """The outputs, filled up to whole panels."""
         return self._num_panels * PANEL
 
-    def into(self, out: torch.Tensor, widened: torch.Tensor) -> PlacedProduct:
-        """The product of `num_rows` rows at an address, written to `out` [>= N, padded width].
+    def widened(self, tape: Tape, x: torch.Tensor, room: torch.Tensor) -> Place:
+        """Where the product may read x [N, in]: in `room` [N * in] fp32 if it is bf16."""
+        if x.dtype == torch.float32:
+            return Place.of(x)
+        tape.widen(Place.of(x), room, self.depth)
+        return Place(room.data_ptr(), self.depth * room.element_size())
 
-        `widened` is room for the rows in fp32, which products of bf16 need. Both must outlive the result.
-        """
-        before = (widened.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr())
-        place = (out.data_ptr(), out.stride(0) * out.element_size())
-        after = (self.depth, self._num_panels, self._bf16, self._wide)
-        if self._threads == 1:
-            return lambda x, stride, rows: kernels.linear(x, stride, *before, *place, rows, *after)
-        threads, linear = self._threads, kernels_parallel.linear
-        return lambda x, stride, rows: linear(threads, x, stride, *before, *place, rows, *after)
+    def add_to(self, tape: Tape, x: Place, out: torch.Tensor) -> int:
+        """Add the product of fp32 x [N, in], written to `out` [>= N, padded width]."""
+        return tape.product(x, self._panels, self._bias, Place.of(out), depth=self.depth, wide=self._wide)
 
 
 def _aligned_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,7 @@ def test_what_is_not_finite_stays_so(bad):
         x = random(2, 64, dtype=dtype)
         x[1, 5] = bad
         weight = random(32, 64, dtype=dtype)
-        for result in (fast.linear(weight, None)(x), fast.norm(x, weight[0].repeat(2), 1e-5)):
+        for result in (fast.linear(weight, None)(x), fast.norm(x, weight[0], 1e-5)):
             assert torch.isfinite(result[0]).all()
             assert not torch.isfinite(result[1]).all()
 
