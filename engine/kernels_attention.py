@@ -47,18 +47,26 @@ def store(
 
 @compiled
 def address_group(
-    keys: int, values: int, slots: int, group: int, last: int, rows: int, slot_bytes: int, head_bytes: int
+    keys: int, values: int, slots: int, group: int, last: int, rows: int, slot_bytes: int, num_bytes: int
 ) -> None:
-    """Where one group's K, then V, of one head lie, and ask for them; positions beyond `last` repeat it."""
+    """Where a group's K, then V, lie; ask for `num_bytes` of each; positions beyond `last` repeat it."""
     places, addresses = ints_at(slots), ints_at(rows)
     for index in range(LANES):
         place = places[min(group * LANES + index, last)] * slot_bytes
         key, value = keys + place, values + place
         addresses[index] = key
         addresses[LANES + index] = value
-        for line in range(0, head_bytes, 64):
+        for line in range(0, num_bytes, 64):
             fetch(key + line)
             fetch(value + line)
+
+
+@compiled
+def address_head(rows: int, own: int, begin: int) -> None:
+    """The group's addresses for the head that begins `begin` bytes into each slot."""
+    addresses, owned = ints_at(rows), ints_at(own)
+    for index in range(2 * LANES):
+        owned[index] = addresses[index] + begin
 
 
 @compiled
@@ -92,61 +100,75 @@ def end_row(sums: int, state: int, out: int, width: int, bf16: int) -> None:
 
 
 @compiled
+def fold_group(
+    rows: int, states: int, own_bytes: int, row_states: int, num_vectors: int, begin: int, num_rows: int,
+    position: int, window: int, sharing: int, weights: int, in_place: bool,
+) -> None:  # fmt: skip
+    """Fold the positions from `begin` on into the rows' queries of one KV head, `row_states` a row apart."""
+    for row in range(num_rows):
+        highest = position + row
+        lowest = max(0, highest - window + 1) if window > 0 else 0
+        if begin > highest or begin + LANES <= lowest:
+            continue
+        low, high = lowest - begin, min(highest - begin, LANES)
+        head = 0
+        while head < sharing:
+            together = min(QUERIES_MAX, sharing - head)
+            state = states + (row * row_states + head) * own_bytes
+            if in_place:
+                fold_bf16(together, rows, state, own_bytes, num_vectors, low, high, weights)
+            else:
+                fold_fp32(together, rows, state, own_bytes, num_vectors, low, high, weights)
+            head += together
+
+
+@compiled
 def attend_tile(
     q: int, q_stride: int, keys: int, values: int, slots: int, out: int, out_stride: int, num_rows: int,
-    position: int, window: int, num_heads: int, head_dim: int, slot_bytes: int, scale: float, bf16: int,
-    scratch: int,
+    position: int, window: int, num_kv_heads: int, sharing: int, head_dim: int, slot_bytes: int,
+    scale: float, bf16: int, scratch: int,
 ) -> None:  # fmt: skip
-    """Rows at position, position + 1, ... for the `num_heads` query heads that share one KV head.
+    """Rows at position, position + 1, ... for `num_kv_heads` KV heads with `sharing` query heads each.
 
-    `scratch` is zeroed: addresses of this and the next group's rows, weights, copies of the rows, then
-    what each query has.
+    `scratch` is zeroed: addresses of this and the next group's rows and of one head's, weights, copies of the
+    rows, then what each query has.
     """
     num_vectors = (head_dim + LANES - 1) // LANES
     padded = num_vectors * LANES
-    item = 2 if bf16 else 4
-    weights = scratch + 2 * ROWS_BYTES
+    head_bytes = head_dim * (2 if bf16 else 4)
+    own_rows = scratch + 2 * ROWS_BYTES
+    weights = own_rows + ROWS_BYTES
     copies = weights + QUERIES_MAX * LANES * 4
     states = copies + 2 * LANES * padded * 4
     own_bytes = (2 * padded + LANES) * 4
-    count = num_rows * num_heads
-    for index in range(count):
+    num_heads = num_kv_heads * sharing
+    for index in range(num_rows * num_heads):
         state = states + index * own_bytes
         query, sums = state + LANES * 4, state + (LANES + padded) * 4
-        source = q + index // num_heads * q_stride + index % num_heads * head_dim * item
+        source = q + index // num_heads * q_stride + index % num_heads * head_bytes
         begin_row(source, query, state, sums, head_dim, scale, bf16)
     # Rows that fill whole vectors are read where they lie; a copy in fp32 pays when many queries share it.
     copied = head_dim != padded or (bf16 != 0 and num_rows > 1)
     last = position + num_rows - 1
     first = max(0, position - window + 1) if window > 0 else 0
-    rows, following = scratch, scratch + ROWS_BYTES
-    address_group(keys, values, slots, first // LANES, last, following, slot_bytes, head_dim * item)
+    rows, following, num_bytes = scratch, scratch + ROWS_BYTES, num_kv_heads * head_bytes
+    address_group(keys, values, slots, first // LANES, last, following, slot_bytes, num_bytes)
     for group in range(first // LANES, last // LANES + 1):
         rows, following = following, rows
         # The next group comes from memory while this one is computed.
         if group < last // LANES:
-            address_group(keys, values, slots, group + 1, last, following, slot_bytes, head_dim * item)
-        if copied:
-            widen_group(rows, copies, head_dim, padded, bf16)
-        begin = group * LANES
-        for row in range(num_rows):
-            highest = position + row
-            lowest = max(0, highest - window + 1) if window > 0 else 0
-            if begin > highest or begin + LANES <= lowest:
-                continue
-            head = 0
-            while head < num_heads:
-                together = min(QUERIES_MAX, num_heads - head)
-                state = states + (row * num_heads + head) * own_bytes
-                low, high = lowest - begin, min(highest - begin, LANES)
-                if copied or bf16 == 0:
-                    fold_fp32(together, rows, state, own_bytes, num_vectors, low, high, weights)
-                else:
-                    fold_bf16(together, rows, state, own_bytes, num_vectors, low, high, weights)
-                head += together
-    for index in range(count):
+            address_group(keys, values, slots, group + 1, last, following, slot_bytes, num_bytes)
+        for kv_head in range(num_kv_heads):
+            address_head(rows, own_rows, kv_head * head_bytes)
+            if copied:
+                widen_group(own_rows, copies, head_dim, padded, bf16)
+            fold_group(
+                own_rows, states + kv_head * sharing * own_bytes, own_bytes, num_heads, num_vectors,
+                group * LANES, num_rows, position, window, sharing, weights, bf16 != 0 and not copied,
+            )  # fmt: skip
+    for index in range(num_rows * num_heads):
         state = states + index * own_bytes
-        place = out + index // num_heads * out_stride + index % num_heads * head_dim * item
+        place = out + index // num_heads * out_stride + index % num_heads * head_bytes
         end_row(state + (LANES + padded) * 4, state, place, head_dim, bf16)
 
 
@@ -158,26 +180,29 @@ def attend(
 ) -> None:  # fmt: skip
     """Attention of the tiles' rows; a part is the units `bounds[part] .. bounds[part + 1]`.
 
-    Unit u is KV head u % num_kv_heads of tile u // num_kv_heads.
+    Unit u is KV head u % num_kv_heads of tile u // num_kv_heads. A decoding row takes its heads together, so
+    that its slots are read from end to end; rows of a chunk share the copies of one head.
     """
-    item = 2 if bf16 else 4
-    group = num_heads // num_kv_heads
+    sharing = num_heads // num_kv_heads
     padded = (head_dim + LANES - 1) // LANES * LANES
     own = 2 * padded + LANES
-    shared = 2 * ROWS_BYTES // 4 + QUERIES_MAX * LANES + 2 * LANES * padded
-    room = np.zeros(shared + max_rows * group * own + LANES, np.float32)
+    shared = 3 * ROWS_BYTES // 4 + QUERIES_MAX * LANES + 2 * LANES * padded
+    room = np.zeros(shared + max(max_rows * sharing, num_heads) * own + LANES, np.float32)
     # Vectors that lie across two cache lines would cost twice as much to read.
     scratch = (room.ctypes.data + 63) // 64 * 64
     fields, limits = ints_at(tiles), ints_at(bounds)
-    slot_bytes, head_bytes = num_kv_heads * head_dim * item, head_dim * item
-    out_stride = num_heads * head_bytes
-    for unit in range(limits[part], limits[part + 1]):
+    head_bytes = head_dim * (2 if bf16 else 4)
+    unit = limits[part]
+    while unit < limits[part + 1]:
         tile, kv_head = unit // num_kv_heads * TILE_FIELDS, unit % num_kv_heads
-        row = fields[tile]
+        row, num_rows = fields[tile], fields[tile + 1]
+        together = min(num_kv_heads - kv_head, limits[part + 1] - unit) if num_rows == 1 else 1
+        offset, own_offset = kv_head * head_bytes, kv_head * sharing * head_bytes
         attend_tile(
-            q + row * q_stride + kv_head * group * head_bytes, q_stride, keys + kv_head * head_bytes,
-            values + kv_head * head_bytes, slots + fields[tile + 3] * 8,
-            out + row * out_stride + kv_head * group * head_bytes, out_stride, fields[tile + 1],
-            fields[tile + 2], window, group, head_dim, slot_bytes, scale, bf16, scratch,
+            q + row * q_stride + own_offset, q_stride, keys + offset, values + offset,
+            slots + fields[tile + 3] * 8, out + row * num_heads * head_bytes + own_offset,
+            num_heads * head_bytes, num_rows, fields[tile + 2], window, together, sharing, head_dim,
+            num_kv_heads * head_bytes, scale, bf16, scratch,
         )  # fmt: skip
+        unit += together
     keep(room)
