@@ -28,13 +28,22 @@ class KernelAttention:
         self.rules = rules or cache.plain_rules
         self._cache = cache
         self._threads = threads
+        self._forward = kernels_attention.forward if threads == 1 else kernels_parallel.forward
+        self._layers = [
+            (keys.data_ptr(), values.data_ptr(), window)
+            for keys, values, window in zip(cache.keys, cache.values, self.rules.windows, strict=True)
+        ]
         self._batch: Batch | None = None
         self._slots: NDArray[np.int64] = np.zeros(0, np.int64)
         self._tiles: NDArray[np.int64] = np.zeros((0, kernels_attention.TILE_FIELDS), np.int64)
         self._bounds: dict[int | None, NDArray[np.int64]] = {}
+        self._bounds_at: dict[int | None, int] = {}
+        self._out: torch.Tensor | None = None
+        self._arguments: tuple[int, ...] = ()
+        """Those of the kernel that a step's layers share."""
 
     def plan(self, batch: Batch) -> None:
-        self._batch = batch
+        self._batch, self._out = batch, None
         offsets = np.arange(self._cache.block_size)
         slots: list[NDArray[np.int64]] = []
         tiles: list[tuple[int, int, int, int]] = []
@@ -50,6 +59,7 @@ class KernelAttention:
         self._slots = np.concatenate(slots)
         self._tiles = np.array(tiles, np.int64)
         self._bounds = {window: self._shares(window) for window in set(self.rules.windows)}
+        self._bounds_at = {window: shares.ctypes.data for window, shares in self._bounds.items()}
 
     def _add_slots(
         self, slots: list[NDArray[np.int64]], table: NDArray[np.int64], offsets: NDArray[np.int64]
@@ -69,26 +79,28 @@ class KernelAttention:
         return np.concatenate(([0], np.searchsorted(costs, targets), [len(costs)])).astype(np.int64)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        batch, item = self._batch, q.element_size()
+        """As in `attention.py`; the result lies in memory that the next call overwrites."""
+        if self._out is None:
+            self._out, self._arguments = self._begin(q)
+        keys, values, window = self._layers[layer]
+        (q_stride, q_head, _), (k_stride, k_head, _) = q.stride(), k.stride()
+        v_stride, v_head, _ = v.stride()
+        item = q.element_size()
+        assert q_head == k_head == v_head == q.shape[2]
+        self._forward(
+            self._threads, q.data_ptr(), q_stride * item, k.data_ptr(), k_stride * item, v.data_ptr(),
+            v_stride * item, keys, values, self._bounds_at[window], window or 0, self.rules.scale,
+            int(item == 2), *self._arguments,
+        )  # fmt: skip
+        return self._out
+
+    def _begin(self, q: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Room for the step's results, and the arguments that its layers share."""
+        batch = self._batch
         assert batch is not None
         num_rows, num_heads, head_dim = q.shape
-        num_kv_heads = k.shape[1]
-        assert all(tensor.stride(2) == 1 and tensor.stride(1) == head_dim for tensor in (q, k, v))
-        keys, values = self._cache.keys[layer].data_ptr(), self._cache.values[layer].data_ptr()
         out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype)
-        window = self.rules.windows[layer]
-        written = (
-            k.data_ptr(), k.stride(0) * item, v.data_ptr(), v.stride(0) * item,
-            batch.slot_mapping.data_ptr(), keys, values, num_rows, num_kv_heads * head_dim * item,
+        return out, (
+            batch.slot_mapping.data_ptr(), self._slots.ctypes.data, self._tiles.ctypes.data, out.data_ptr(),
+            num_rows, ROWS_OF_TILE, num_heads, self._cache.keys.shape[3], head_dim,
         )  # fmt: skip
-        read = (
-            q.data_ptr(), q.stride(0) * item, keys, values, self._slots.ctypes.data, self._tiles.ctypes.data,
-            self._bounds[window].ctypes.data, out.data_ptr(), ROWS_OF_TILE, window or 0, num_heads,
-            num_kv_heads, head_dim, self.rules.scale, int(item == 2),
-        )  # fmt: skip
-        kernels_attention.store(0, 1, *written)
-        if self._threads == 1:
-            kernels_attention.attend(0, 1, *read)
-        else:
-            kernels_parallel.attend(self._threads, *read)
-        return out

@@ -8,7 +8,7 @@ together, changes no bit; a row reads no slot beyond its own group, and what it 
 Memory is given by address as in kernels.py. A tile is some neighbouring rows of one sequence, described by
 four int64: see TILE_FIELDS. `window` is how many positions a row sees, 0 for all.
 
-Usage: `store(...)`, then `attend(part, num_parts, ...)` for all parts.
+Usage: `store(...)`, then `attend(part, num_parts, ...)` for all parts; or `forward(1, ...)`.
 """
 
 from __future__ import annotations
@@ -206,3 +206,18 @@ def attend(
         )  # fmt: skip
         unit += together
     keep(room)
+
+
+@compiled
+def forward(
+    num_threads: int, q: int, q_stride: int, k: int, k_stride: int, v: int, v_stride: int, keys: int,
+    values: int, bounds: int, window: int, scale: float, bf16: int, written: int, slots: int, tiles: int,
+    out: int, num_rows: int, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
+    """`store` to the slots `written`, then all of `attend`, by the calling thread; `num_threads` is 1."""
+    row_bytes = num_kv_heads * head_dim * (2 if bf16 else 4)
+    store(0, num_threads, k, k_stride, v, v_stride, written, keys, values, num_rows, row_bytes)
+    attend(
+        0, num_threads, q, q_stride, keys, values, slots, tiles, bounds, out, max_rows, window, num_heads,
+        num_kv_heads, head_dim, scale, bf16,
+    )  # fmt: skip

@@ -9,31 +9,46 @@ Usage: `python tests/bench/profile_step.py --sequences 32`.
 from __future__ import annotations
 
 import argparse
-import cProfile
+import ctypes
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from firstdiff.engine import build, kernels_attention, kernels_tape
+from firstdiff.engine.attention_kernel import KernelAttention
 from firstdiff.engine.build import build_engine
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine
 from firstdiff.engine.linear import Linear
 from firstdiff.engine.linear_kernel import KernelLinear
+from firstdiff.engine.runner import ModelRunner
+from firstdiff.engine.scheduler import Scheduler
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.records import Sampling
 
-PARTS = {
-    "products": ("linear",),
-    "attention": ("attend", "store"),
-    "norms, rotations, gates": ("add_norm", "turn_heads", "gate_rows"),
-    "sampling": ("_sample",),
-    "batch building": ("build_batch", "plan"),
-    "scheduling": ("schedule", "commit"),
+KERNELS = {
+    kernels_tape.WIDEN: "products",
+    kernels_tape.PRODUCT: "products",
+    kernels_tape.ADD_NORM: "norms, rotations, gates",
+    kernels_tape.GATE: "norms, rotations, gates",
+    kernels_tape.TURN: "norms, rotations, gates",
 }
-"""Functions of the engine by what they are for; the kernels' names count where their module is a kernel's."""
+"""The instructions of a tape by what they are for."""
+CALLS: tuple[tuple[object, str, str], ...] = (
+    (kernels_attention, "forward", "attention"),
+    (ModelRunner, "_sample", "sampling"),
+    (build, "build_batch", "batch building"),
+    (KernelAttention, "plan", "batch building"),
+    (Scheduler, "schedule", "scheduling"),
+    (Scheduler, "commit", "scheduling"),
+)
+"""Where further parts of a step are: owner, name, part."""
 PROMPT_TOKENS, STEPS, STEPS_MAX = 192, 10, 1000
 
 
@@ -53,25 +68,58 @@ def decoding_engine(model: str, dtype: str, num_sequences: int) -> LLMEngine:
     )
 
 
-def shares(model: str, dtype: str, num_sequences: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a decode step of one thread under the profiler, and each part's share of it.
+@contextmanager
+def timed_parts() -> Iterator[dict[str, float]]:
+    """The seconds spent in each part by an engine of one thread that is built and run in here."""
+    spent = dict.fromkeys([*KERNELS.values(), *(part for _, _, part in CALLS)], 0.0)
 
-    Children are included; what no part has is Python between them.
+    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*arguments, **named)
+            spent[part] += time.perf_counter() - started
+            return result
+
+        return wrapper
+
+    run = kernels_tape.run
+
+    def run_one_by_one(threads: int, tape: int, num_instructions: int, num_rows: int, eps: float) -> None:
+        words = (ctypes.c_int64 * (num_instructions * kernels_tape.WORDS)).from_address(tape)
+        for index in range(num_instructions):
+            address = tape + index * kernels_tape.WORDS * kernels_tape.WORD_BYTES
+            part = KERNELS[words[index * kernels_tape.WORDS]]
+            started = time.perf_counter()
+            run(threads, address, 1, num_rows, eps)
+            spent[part] += time.perf_counter() - started
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(kernels_tape, "run", run_one_by_one))
+        for owner, name, part in CALLS:
+            patches.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
+        yield spent
+
+
+def shares(model: str, dtype: str, num_sequences: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a decode step of one thread, and each part's share of it.
+
+    Kernels are timed one by one, as a step does not run them; what no part has is Python between them.
     """
-    engine = decoding_engine(model, dtype, num_sequences)
-    profiler = cProfile.Profile()
-    profiler.enable()
+    with timed_parts() as spent:
+        engine = decoding_engine(model, dtype, num_sequences)
+        for part in spent:
+            spent[part] = 0.0
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            engine.step()
+        total = time.perf_counter() - started
+        parts = {part: seconds / total for part, seconds in spent.items()}
+    plain = decoding_engine(model, dtype, num_sequences)
+    started = time.perf_counter()
     for _ in range(STEPS):
-        engine.step()
-    profiler.disable()
-    entries = profiler.getstats()
-    names = {id(entry): getattr(entry.code, "co_name", "") for entry in entries}
-    total = next(e.totaltime for e in entries if names[id(e)] == "step" and e.callcount == STEPS)
-    parts = {
-        part: sum(entry.totaltime for entry in entries if names[id(entry)] in wanted) / total
-        for part, wanted in PARTS.items()
-    }
-    return total / STEPS * 1000, parts | {"Python between them": 1 - sum(parts.values())}
+        plain.step()
+    step_ms = (time.perf_counter() - started) / STEPS * 1000
+    return step_ms, parts | {"Python between them": 1 - sum(parts.values())}
 
 
 def best_s(call: Callable[[], object]) -> float:
@@ -103,7 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with torch.inference_mode():
         step_ms, parts = shares(arguments.model, arguments.dtype, arguments.sequences)
-        print(f"step {step_ms:.1f} ms (profiler on)")
+        print(f"step {step_ms:.1f} ms")
         for part, share in parts.items():
             print(f"  {part} {share:.1%}")
         print_products()
