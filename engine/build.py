@@ -92,6 +92,15 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
 def cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
     """The cache size and context length after defaults; ValueError when they do not fit the model."""
     max_model_len = config.max_model_len or model.max_model_len
+    num_slots = config.num_blocks * config.block_size
+    if num_slots and num_slots < max_model_len:
+        # A context that no request can fill would only promise what is refused later.
+        if config.max_model_len:
+            raise ValueError(
+                f"expected --num-blocks for one context of {max_model_len} tokens, got {config.num_blocks} "
+                f"blocks of {config.block_size}: raise --num-blocks, or lower --max-model-len to {num_slots}"
+            )
+        max_model_len = num_slots
     if max_model_len > model.max_model_len:
         raise ValueError(
             f"expected --max-model-len of at most {model.max_model_len}, the model's context, "

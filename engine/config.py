@@ -21,7 +21,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that shapes one engine process.
 
-    `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, at most 2 GiB.
+    `num_blocks` 0 means: enough for `max_num_seqs` sequences of `max_model_len` tokens, up to 2 GiB
+    or one whole context, whichever is more.
     `max_model_len` 0 means: what the model's config says. `max_num_waiting` requests may wait
     beyond the running ones (429 then). `scheduling_policy` fcfs takes requests as they arrive,
     priority those of the lowest `priority` first. `logprobs_mode` is of requests that name none.

@@ -292,6 +292,7 @@ def _token_rows(batch: ScheduledBatch, output: RunnerOutput, emitted_ns: int) ->
                     batch_size=batch_size,
                     logprob=token.logprob,
                     top_logprobs=token.top_logprobs,
+                    num_cached_tokens=None if token_index else sequence.num_cached_tokens,
                 )
             )
     return rows

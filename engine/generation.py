@@ -111,10 +111,11 @@ class Generation:
         return batch, None
 
     def _push(self, choice: Choice, token: TokenRow, end: EngineRequestRow | None) -> Piece:
-        if end is not None:
-            choice.num_cached_tokens = end.num_cached_tokens
-            if token.token_index != end.num_output_tokens - 1 or end.finish_reason in ("abort", "error"):
-                end = None
+        if token.num_cached_tokens is not None:
+            choice.num_cached_tokens = token.num_cached_tokens
+        is_last = end is not None and token.token_index == end.num_output_tokens - 1
+        if end is not None and (not is_last or end.finish_reason in ("abort", "error")):
+            end = None
         piece = choice.push(token, end)
         if choice.is_finished:
             del self._open[token.request_id]

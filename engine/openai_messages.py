@@ -19,7 +19,7 @@ from firstdiff.engine.openai_unsupported import UNSUPPORTED_MESSAGE
 
 Message = dict[str, object]
 
-_ROLES: Final = ("system", "user", "assistant", "tool")
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 def parse_messages(fields: Fields, limits: Limits) -> list[Message]:
@@ -51,7 +51,8 @@ def _message(item: object, path: str, limits: Limits) -> Message:
     role = fields.text("role")
     if role not in _ROLES:
         raise expected(f"a role out of {', '.join(_ROLES)}", role, fields.param("role"))
-    message: Message = {"role": role}
+    # What newer clients call the system's message; templates know it by its old name.
+    message: Message = {"role": "system" if role == "developer" else role}
     calls = fields.items("tool_calls", limits.max_tools) if role == "assistant" else None
     if role == "tool":
         call_id = fields.text("tool_call_id")

@@ -20,9 +20,9 @@ from firstdiff.engine.openai_api import Queueing, parse_queueing
 from firstdiff.engine.openai_fields import ApiError, Fields
 from firstdiff.engine.openai_limits import Limits, check_model, parse_texts_or_ids
 from firstdiff.engine.openai_logprobs import PromptLogprobs, Scored, finite, prompt_tokens, show_prompt
-from firstdiff.engine.openai_sampling import MAX_LOGPROBS, parse_logprobs_mode
+from firstdiff.engine.openai_sampling import MAX_LOGPROBS
 from firstdiff.engine.tokenizer import Tokenizer
-from firstdiff.tracing.records import LogprobsMode, Sampling
+from firstdiff.tracing.records import Sampling
 
 SCORE: Final = "/score"
 
@@ -37,7 +37,6 @@ class ScoreAsk:
     prompts: list[str | list[int]]
     targets: list[str | list[int]]
     top_logprobs: int | None
-    logprobs_mode: LogprobsMode
     add_special_tokens: bool
     queueing: Queueing
 
@@ -71,7 +70,6 @@ class ScoreAsk:
             # One at least, so that the answer can say whether the target is the greedy one.
             prompt_logprobs=max(1, self.top_logprobs or 0),
             prompt_logprobs_start=num_prompt_tokens,
-            logprobs_mode=self.logprobs_mode,
         )
 
 
@@ -104,7 +102,6 @@ def parse_score(body: dict[str, object], limits: Limits) -> ScoreAsk:
         prompts=prompts,
         targets=targets,
         top_logprobs=fields.integer("top_logprobs", 0, MAX_LOGPROBS),
-        logprobs_mode=parse_logprobs_mode(fields, limits),
         add_special_tokens=fields.flag("add_special_tokens", default=True),
         queueing=parse_queueing(fields, limits),
     )

@@ -69,7 +69,9 @@ def schema_text(schema: object, param: str, limits: Limits) -> str:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
             raise expected("a JSON schema", schema, param) from error
-    if not isinstance(schema, dict | bool):
+    if schema is True:
+        schema = {}  # as JSON Schema has it: anything fits
+    if not isinstance(schema, dict):
         raise expected("a JSON schema as an object", schema, param)
     return _bounded(msgspec.json.encode(schema).decode(), param, limits)
 

@@ -109,7 +109,7 @@ class ServeOptions:
         typer.Option(help="Threads of the model's arithmetic; 0: as many as a start-up trial finds fastest."),
     ] = 0
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16
-    num_blocks: Annotated[int, typer.Option(help="KV blocks; 0: enough, up to 2 GiB.")] = 0
+    num_blocks: Annotated[int, typer.Option(help="KV blocks; 0: enough, up to 2 GiB or one context.")] = 0
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step, at most.")] = 32
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step, at most.")] = 512
     max_model_len: Annotated[int, typer.Option(help="Context length; 0: what the model says.")] = 0

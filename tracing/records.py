@@ -128,7 +128,10 @@ class LoadRow(Row, frozen=True, kw_only=True, tag="load"):
 
 
 class TokenRow(Row, frozen=True, kw_only=True, tag="token"):
-    """One output token as it left the model; log-probabilities as the request's `logprobs_mode` says."""
+    """One output token as it left the model; log-probabilities as the request's `logprobs_mode` says.
+
+    A request's first row also says how many of its prompt's tokens came from the cache.
+    """
 
     request_id: str
     token_index: int
@@ -138,6 +141,7 @@ class TokenRow(Row, frozen=True, kw_only=True, tag="token"):
     batch_size: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = []
+    num_cached_tokens: int | None = None
 
 
 class PromptLogprobsRow(Row, frozen=True, kw_only=True, tag="prompt_logprobs"):

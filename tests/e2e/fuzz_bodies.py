@@ -219,7 +219,6 @@ _SCORE_FIELDS: dict[str, Field] = {
     "prompt": _PROMPT,
     "target": _TARGET,
     "top_logprobs": integer(0, 20, 0, 1, 20),
-    "logprobs_mode": SAMPLING["logprobs_mode"],
     "add_special_tokens": FLAG,
     **QUEUEING,
 }

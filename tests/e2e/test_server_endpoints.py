@@ -14,8 +14,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from real_server import real_server
-from scripted_server import MODEL, TOKENIZER, Script, ServerUnderTest, scripted_server, spell
+from scripted_server import (
+    MODEL,
+    TOKENIZER,
+    TOKENIZER_PATH,
+    Script,
+    ServerUnderTest,
+    scripted_server,
+    spell,
+)
 
+from firstdiff.engine.build import cache_shape
+from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.model_config import ModelConfig
 from firstdiff.tracing.token_log import read_token_log
 
 COMPLETIONS, CHAT, SCORE = "/v1/completions", "/v1/chat/completions", "/score"
@@ -96,11 +107,32 @@ def test_both_names_of_score_and_what_it_refuses(server: ServerUnderTest) -> Non
         ({"target": None}, "target"),
         ({"temperature": 1}, "known fields"),
         ({"top_logprobs": 21}, "from 0 to 20"),
-        ({"logprobs_mode": "other"}, "raw_logprobs"),
+        ({"logprobs_mode": "processed_logprobs"}, "known fields"),
     ):
         status, error = server.refusal(SCORE, body | more)
         assert status == 400
         assert says in error["message"]
+
+
+def test_usage_names_cached_tokens_however_the_answer_ends(server: ServerUnderTest) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    text = server.post(COMPLETIONS, **body)["choices"][0]["text"]
+    for more in ({}, {"stop": [text[1:3]]}, {"stop": [text[0]]}):
+        usage = server.post(COMPLETIONS, **body, **more)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, more
+
+
+def test_a_context_is_no_longer_than_the_cache() -> None:
+    """A chat that names no `max_tokens` gets what there is room for."""
+    with real_server(num_blocks=16) as server:
+        model = json.loads(server.request("GET", "/v1/models")[2])["data"][0]
+        assert model["max_model_len"] == 256
+        message = [{"role": "developer", "content": "hi"}]
+        usage = server.post("/v1/chat/completions", messages=message, ignore_eos=True)["usage"]
+        assert usage["total_tokens"] == 256
+    config = ModelConfig.load(TOKENIZER_PATH)
+    with pytest.raises(ValueError, match="lower --max-model-len to 256"):
+        cache_shape(EngineConfig(model="m", num_blocks=16, max_model_len=300), config)
 
 
 def test_the_server_s_mode_of_logprobs_is_of_requests_that_name_none() -> None:

@@ -230,7 +230,7 @@ def test_both_names_of_the_token_limit() -> None:
 def test_messages_are_roles_and_texts() -> None:
     ask = chat(
         messages=[
-            {"role": "system", "content": ""},
+            {"role": "developer", "content": ""},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": "c", "refusal": None, "tool_calls": []},
         ]

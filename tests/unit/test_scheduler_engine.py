@@ -94,6 +94,7 @@ def test_rows_of_a_request_from_its_first_step_to_its_end() -> None:
         batch_size=1,
         logprob=-0.5,
         top_logprobs=[(3, -0.25)],
+        num_cached_tokens=0,
     )
     assert step == StepRow(
         step_index=0,
