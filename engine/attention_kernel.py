@@ -1,6 +1,6 @@
 """Attention by the compiled CPU kernels: KV blocks are read where they lie.
 
-Owns: the plan of a step: slots, tiles of rows, their shares among threads. Refuses to know: how a tile is
+Owns: the plan of a step: places, tiles of rows, their shares among threads. Refuses to know: how a tile is
 computed (kernels_attention.py), anything beyond `attention.py`. Invariants: equal to TorchAttention up to
 rounding; a row's bits do not depend on batch, chunks, blocks or threads (tests/parity).
 
@@ -9,6 +9,8 @@ Usage: `attention = KernelAttention(cache, rules, threads=2)`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,13 +18,14 @@ from numpy.typing import NDArray
 from firstdiff.engine import kernels_attention, kernels_parallel
 from firstdiff.engine.attention import AttentionRules, KVCache
 from firstdiff.engine.batch import Batch
+from firstdiff.engine.kernel_ir import LANES
 
 ROWS_OF_TILE = 8
 """Rows of a prefill chunk that share each reading of K and V."""
 
 
 class KernelAttention:
-    """One pass over each tile's context, a KV head at a time."""
+    """One pass over each tile's context: all heads of a decoding row, one KV head of a chunk."""
 
     def __init__(self, cache: KVCache, rules: AttentionRules | None = None, *, threads: int = 1) -> None:
         self.rules = rules or cache.plain_rules
@@ -33,48 +36,56 @@ class KernelAttention:
             (keys.data_ptr(), values.data_ptr(), window)
             for keys, values, window in zip(cache.keys, cache.values, self.rules.windows, strict=True)
         ]
-        self._batch: Batch | None = None
-        self._slots: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._tiles: NDArray[np.int64] = np.zeros((0, kernels_attention.TILE_FIELDS), np.int64)
-        self._bounds: dict[int | None, NDArray[np.int64]] = {}
-        self._bounds_at: dict[int | None, int] = {}
+        self._slot_bytes = cache.keys.stride(2) * cache.keys.element_size()
+        # Tensors, as those tell their addresses ten times as fast as numpy's arrays.
+        self._slots = self._places = self._tiles = torch.zeros(0, dtype=torch.int64)
+        self._bounds: dict[int | None, torch.Tensor] = {}
         self._out: torch.Tensor | None = None
         self._arguments: tuple[int, ...] = ()
         """Those of the kernel that a step's layers share."""
 
     def plan(self, batch: Batch) -> None:
-        self._batch, self._out = batch, None
-        offsets = np.arange(self._cache.block_size)
-        slots: list[NDArray[np.int64]] = []
-        tiles: list[tuple[int, int, int, int]] = []
-        begin = 0
-        for row, table in enumerate(batch.block_tables):
-            tiles.append((row, 1, batch.context_lens[row] - 1, begin))
-            begin += self._add_slots(slots, np.array(table), offsets)
-        for span in batch.prefills:
+        self._out = None
+        self._slots = batch.slot_mapping
+        tables: list[Sequence[int] | NDArray[np.int64]] = [*batch.block_tables]
+        tables += [span.block_table.numpy() for span in batch.prefills]
+        ends = [*batch.context_lens, *(span.start + span.num_rows for span in batch.prefills)]
+        places, begins = self._find(tables, np.array(ends))
+        tiles = [(row, 1, end - 1, begins[row]) for row, end in enumerate(batch.context_lens)]
+        for index, span in enumerate(batch.prefills, start=batch.num_decodes):
             for first in range(0, span.num_rows, ROWS_OF_TILE):
                 count = min(ROWS_OF_TILE, span.num_rows - first)
-                tiles.append((span.row + first, count, span.start + first, begin))
-            begin += self._add_slots(slots, span.block_table.numpy(), offsets)
-        self._slots = np.concatenate(slots)
-        self._tiles = np.array(tiles, np.int64)
-        self._bounds = {window: self._shares(window) for window in set(self.rules.windows)}
-        self._bounds_at = {window: shares.ctypes.data for window, shares in self._bounds.items()}
+                tiles.append((span.row + first, count, span.start + first, begins[index]))
+        self._places, self._tiles = torch.from_numpy(places), torch.from_numpy(np.array(tiles))
+        self._bounds = {
+            window: torch.from_numpy(self._shares(self._tiles.numpy(), window))
+            for window in set(self.rules.windows)
+        }
 
-    def _add_slots(
-        self, slots: list[NDArray[np.int64]], table: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> int:
-        slots.append((table[:, None] * len(offsets) + offsets).ravel())
-        return len(slots[-1])
+    def _find(
+        self, tables: Sequence[Sequence[int] | NDArray[np.int64]], ends: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], list[int]]:
+        """Where the slots of all positions of all sequences lie, in bytes, and where in that each begins.
 
-    def _shares(self, window: int | None) -> NDArray[np.int64]:
+        Sequences are filled up to groups of sixteen with their last slot; one group more follows.
+        """
+        sizes, lengths = -(-ends // LANES) * LANES, np.array([len(table) for table in tables])
+        begins = sizes.cumsum() - sizes
+        positions = np.arange(sizes.sum()) - begins.repeat(sizes)
+        positions = np.minimum(positions, (ends - 1).repeat(sizes))
+        in_table, in_block = np.divmod(positions, self._cache.block_size)
+        in_table += (lengths.cumsum() - lengths).repeat(sizes)
+        slots = np.concatenate(tables)[in_table] * self._cache.block_size + in_block
+        return np.append(slots * self._slot_bytes, np.zeros(LANES, np.int64)), begins.tolist()
+
+    def _shares(self, tiles: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
         """[threads + 1]: which units (tile, KV head) each thread computes, so that all read about as much."""
         num_kv_heads = self._cache.keys.shape[3]
-        reads = self._tiles[:, 2] + self._tiles[:, 1]
+        reads = tiles[:, 2] + tiles[:, 1]
         if window is not None:
-            reads = np.minimum(reads, window + self._tiles[:, 1])
+            reads = np.minimum(reads, window + tiles[:, 1])
         # Sixteen for what a unit costs however short it is.
-        costs = np.repeat((reads + 16) * self._tiles[:, 1], num_kv_heads).cumsum()
+        costs = np.repeat((reads + 16) * tiles[:, 1], num_kv_heads).cumsum()
         targets = costs[-1] * np.arange(1, self._threads) / self._threads
         return np.concatenate(([0], np.searchsorted(costs, targets), [len(costs)])).astype(np.int64)
 
@@ -89,18 +100,16 @@ class KernelAttention:
         assert q_head == k_head == v_head == q.shape[2]
         self._forward(
             self._threads, q.data_ptr(), q_stride * item, k.data_ptr(), k_stride * item, v.data_ptr(),
-            v_stride * item, keys, values, self._bounds_at[window], window or 0, self.rules.scale,
+            v_stride * item, keys, values, self._bounds[window].data_ptr(), window or 0, self.rules.scale,
             int(item == 2), *self._arguments,
         )  # fmt: skip
         return self._out
 
     def _begin(self, q: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Room for the step's results, and the arguments that its layers share."""
-        batch = self._batch
-        assert batch is not None
         num_rows, num_heads, head_dim = q.shape
         out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype)
         return out, (
-            batch.slot_mapping.data_ptr(), self._slots.ctypes.data, self._tiles.ctypes.data, out.data_ptr(),
-            num_rows, ROWS_OF_TILE, num_heads, self._cache.keys.shape[3], head_dim,
+            self._slots.data_ptr(), self._places.data_ptr(), self._tiles.data_ptr(), out.data_ptr(), num_rows,
+            ROWS_OF_TILE, num_heads, self._cache.keys.shape[3], head_dim,
         )  # fmt: skip

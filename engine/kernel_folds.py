@@ -1,13 +1,10 @@
 """Sixteen positions of a context folded into the running softmax of some queries, for numba code.
 
-Owns: the order of every sum of attention. Refuses to know: blocks, tiles, masks' reasons. Invariants: a
-query's result is the same bits whatever number of queries is folded beside it, and whether keys are read as
-bf16 where they lie or from a copy in fp32.
+Owns: the order of every sum of attention. Refuses to know: blocks, tiles, masks' reasons, how a query's
+memory is opened and closed (kernel_queries.py). Invariants: a query's result is the same bits whatever number
+of queries is folded beside it, and whether keys are read as bf16 where they lie or from a copy in fp32.
 
-Each query has memory of its own, `own_bytes` apart: a vector whose first two lanes are its largest score so
-far and the sum of its weights; the scaled query; the weighted sum of the values, `num_vectors` vectors each.
-
-Usage: `fold_bf16(3, rows, states, own_bytes, num_vectors, 0, 15, weights)`.
+Usage: `fold_bf16(3, places, keys, values, states, own_bytes, num_pairs, 0, 15, weights)`.
 """
 
 from __future__ import annotations
@@ -20,13 +17,14 @@ from numba import types
 from firstdiff.engine.kernel_ir import (
     F32,
     FLOATS,
+    I16,
+    I32,
     I64,
     INTS,
     LANES,
     Values,
     call,
     exp,
-    extract,
     floats,
     instruction,
     int_of,
@@ -35,45 +33,51 @@ from firstdiff.engine.kernel_ir import (
     loop,
     offset,
     pairwise_sums,
+    prefetch,
     reduced,
+    scalars,
     splat,
     store,
-    widened,
 )
+from firstdiff.engine.kernel_queries import PAIR, QUERY, WEIGHTS_SUM, pair_at, sums_of
 
 QUERIES_MAX = 4
 """Queries in one fold: more of them do not fit into registers beside the keys."""
 
-_VECTORS_AT_ONCE = 4
-"""Of the values, where a head has a multiple: a sum waits for its last addition, so many take turns."""
-
-_KEYS_AT_ONCE = {1: 16, 2: 8, 3: 8, 4: 4}
+_KEYS_AT_ONCE = {1: 8, 2: 8, 3: 4, 4: 4}
 """By the number of queries: so many that the sums of all pairs live in registers."""
 
+_HEADROOM = 8.0
+"""How far scores may exceed what weights are relative to before the sums are scaled down: weights up to
+e^8 cost no precision, and a new maximum seldom costs a pass over the sums."""
 
-def _scalar(builder: Values, address: Values, kind: Values) -> Values:
-    return builder.load(builder.inttoptr(address, ir.PointerType(kind)))
+
+def _place(builder: Values, places: Values, index: int) -> Values:
+    return builder.load(builder.inttoptr(builder.add(places, int_of(8 * index)), ir.PointerType(I64)))
 
 
-def _row(builder: Values, rows: Values, index: int, vector: Values, bf16: bool) -> Values:
-    """Vector number `vector` of the row whose address is entry `index` of `rows`."""
-    start = _scalar(builder, builder.add(rows, int_of(8 * index)), I64)
-    address = offset(builder, start, vector, int_of(LANES * (2 if bf16 else 4)))
-    return widened(builder, address) if bf16 else load(builder, address, FLOATS, 4)
+def _ask(builder: Values, base: Values, places: Values, index: int, pair: Values) -> None:
+    """For the same pair of the next sixteen: a whole line, as values are bf16.
+
+    Line by line between sums: measured, asking for all lines at once halves the gain, and the first-level
+    cache, where this sixteen is in use, is no better place.
+    """
+    row = builder.add(base, _place(builder, places, LANES + index))
+    prefetch(builder, offset(builder, row, pair, int_of(2 * PAIR)), level=2)
 
 
 def _visible(builder: Values, lowest: Values, highest: Values) -> Values:
     """The lanes lowest .. highest."""
     lanes = ir.Constant(INTS, list(range(LANES)))
     low, high = (
-        builder.bitcast(splat(builder, builder.bitcast(builder.trunc(bound, ir.IntType(32)), F32)), INTS)
+        builder.bitcast(splat(builder, builder.bitcast(builder.trunc(bound, I32), F32)), INTS)
         for bound in (lowest, highest)
     )
     return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<=", lanes, high))
 
 
 def _scores(
-    builder: Values, queries: list[Values], rows: Values, num_vectors: Values, bf16: bool
+    builder: Values, queries: list[Values], places: Values, keys: Values, num_pairs: Values, bf16: bool
 ) -> list[Values]:
     """For each query its products with sixteen keys: over vectors in turn, then neighbour by neighbour."""
     count = len(queries)
@@ -82,91 +86,126 @@ def _scores(
     for first in range(0, LANES, at_once):
 
         def step(index: Values, sums: list[Values], first: int = first) -> list[Values]:
-            parts = [load(builder, offset(builder, query, index, int_of(64)), FLOATS, 4) for query in queries]
+            parts = [pair_at(builder, query, index, False) for query in queries]
             updated = []
             for key in range(at_once):
-                value = _row(builder, rows, first + key, index, bf16)
+                row = builder.add(keys, _place(builder, places, first + key))
+                halves = pair_at(builder, row, index, bf16)
+                if bf16:
+                    _ask(builder, keys, places, first + key, index)
                 for part, total in zip(parts, sums[key * count : (key + 1) * count], strict=True):
-                    updated.append(call(builder, "fma", part, value, total))
+                    for factor, half in zip(part, halves, strict=True):
+                        total = call(builder, "fma", factor, half, total)
+                    updated.append(total)
             return updated
 
-        sums = loop(builder, num_vectors, [floats(0.0)] * (at_once * count), step)
+        sums = loop(builder, num_pairs, [floats(0.0)] * (at_once * count), step)
         for query in range(count):
             partial[query].append(pairwise_sums(builder, sums[query::count]))
-    return [pairwise_sums(builder, parts) for parts in partial]
+    return [pairwise_sums(builder, vectors, at_once) for vectors in partial]
 
 
-def _weigh(builder: Values, scores: Values, state: Values, weights: Values) -> Values:
-    """Store the weights of sixteen scores, update the query's state; returns what old sums shrink by."""
-    sum_place = builder.add(state, int_of(4))
-    so_far, total = _scalar(builder, state, F32), _scalar(builder, sum_place, F32)
-    found = reduced(builder, scores, lambda a, b: call(builder, "maxnum", a, b))
-    # A NaN is not larger, and comes back through its own weight.
-    largest = builder.select(builder.fcmp_ordered(">", found, so_far), found, so_far)
-    scale = exp(builder, splat(builder, builder.fsub(so_far, largest)))
-    weighed = exp(builder, builder.fsub(scores, splat(builder, largest)))
+def _make_room(builder: Values, scores: list[Values], states: list[Values], num_pairs: Values) -> None:
+    """Make the weights of queries whose scores rise too far relative to their largest one."""
+    references = [load(builder, state, FLOATS, 4) for state in states]
+    beyond = [
+        builder.fcmp_ordered(">", score, builder.fadd(reference, floats(_HEADROOM)))
+        for score, reference in zip(scores, references, strict=True)
+    ]
+    either = beyond[0]
+    for more in beyond[1:]:
+        either = builder.or_(either, more)
+    with builder.if_then(builder.icmp_unsigned("!=", builder.bitcast(either, I16), I16(0)), likely=False):
+        for score, reference, high, state in zip(scores, references, beyond, states, strict=True):
+            found = splat(builder, reduced(builder, score, lambda a, b: call(builder, "maxnum", a, b)))
+            # A query that is not beyond is scaled by e^0, which is exactly 1.
+            needed = builder.icmp_unsigned("!=", builder.bitcast(high, I16), I16(0))
+            largest = builder.select(needed, found, reference)
+            scale = exp(builder, builder.fsub(reference, largest))
+            scale = builder.select(needed, scale, floats(1.0))
+            store(builder, largest, state, 4)
+            _scale_sums(builder, state, num_pairs, scale)
+
+
+def _scale_sums(builder: Values, state: Values, num_pairs: Values, scale: Values) -> None:
+    place = builder.add(state, int_of(WEIGHTS_SUM))
+    store(builder, builder.fmul(load(builder, place, FLOATS, 4), scale), place, 4)
+    sums = sums_of(builder, state, num_pairs)
+
+    def step(index: Values, _: list[Values]) -> list[Values]:
+        place = offset(builder, sums, index, int_of(4 * LANES))
+        store(builder, builder.fmul(load(builder, place, FLOATS, 4), scale), place, 4)
+        return []
+
+    loop(builder, builder.mul(num_pairs, int_of(2)), [], step)
+
+
+def _weigh(builder: Values, scores: Values, state: Values, weights: Values) -> None:
+    """Store the weights of sixteen scores and add them to their sum."""
+    weighed = exp(builder, builder.fsub(scores, load(builder, state, FLOATS, 4)))
     store(builder, weighed, weights, 4)
-    added = reduced(builder, weighed, builder.fadd)
-    shrunk = builder.fmul(total, extract(builder, scale, 0))
-    store(builder, largest, state, 4)
-    store(builder, builder.fadd(shrunk, added), sum_place, 4)
-    return scale
+    place = builder.add(state, int_of(WEIGHTS_SUM))
+    store(builder, builder.fadd(load(builder, place, FLOATS, 4), weighed), place, 4)
 
 
 def _fold(builder: Values, count: int, arguments: Sequence[Values], *, bf16: bool) -> None:
-    rows, states, own_bytes, num_vectors, lowest, highest, weights = arguments
+    places, keys, values, states, own_bytes, num_pairs, lowest, highest, weights = arguments
     states_of = [offset(builder, states, own_bytes, int_of(query)) for query in range(count)]
-    queries = [builder.add(state, int_of(64)) for state in states_of]
-    sums_of = [offset(builder, query, num_vectors, int_of(64)) for query in queries]
+    queries = [builder.add(state, int_of(QUERY)) for state in states_of]
+    sums_of_all = [sums_of(builder, state, num_pairs) for state in states_of]
     weights_of = [builder.add(weights, int_of(64 * query)) for query in range(count)]
     visible = _visible(builder, lowest, highest)
-    scales = [
-        _weigh(builder, builder.select(visible, scores, floats(float("-inf"))), state, place)
-        for scores, state, place in zip(
-            _scores(builder, queries, rows, num_vectors, bf16), states_of, weights_of, strict=True
-        )
+    scores = [
+        builder.select(visible, score, floats(float("-inf")))
+        for score in _scores(builder, queries, places, keys, num_pairs, bf16)
     ]
-    values = builder.add(rows, int_of(8 * LANES))
-    fours = builder.icmp_signed("==", builder.and_(num_vectors, int_of(_VECTORS_AT_ONCE - 1)), int_of(0))
-    with builder.if_else(fours) as (in_fours, one_by_one):
-        for block, together in ((in_fours, _VECTORS_AT_ONCE), (one_by_one, 1)):
+    _make_room(builder, scores, states_of, num_pairs)
+    for score, state, place in zip(scores, states_of, weights_of, strict=True):
+        _weigh(builder, score, state, place)
+    even = builder.icmp_signed("==", builder.and_(num_pairs, int_of(1)), int_of(0))
+    with builder.if_else(even) as (by_two, one_by_one):
+        for block, together in ((by_two, 2), (one_by_one, 1)):
             with block:
-                _add_values(builder, values, num_vectors, sums_of, scales, weights_of, together, bf16)
+                _add_values(builder, places, values, num_pairs, sums_of_all, weights_of, together, bf16)
 
 
 def _add_values(
     builder: Values,
+    places: Values,
     values: Values,
-    num_vectors: Values,
-    sums_of: list[Values],
-    scales: list[Values],
+    num_pairs: Values,
+    sums_of_all: list[Values],
     weights_of: list[Values],
     together: int,
     bf16: bool,
 ) -> None:
-    """sums = sums * scale + weights @ values, `together` vectors at once, position after position."""
+    """sums += weights @ values, `together` pairs at once, position after position."""
 
     def step(index: Values, _: list[Values]) -> list[Values]:
-        vectors = [offset(builder, int_of(i), index, int_of(together)) for i in range(together)]
-        places = [[offset(builder, sums, v, int_of(64)) for v in vectors] for sums in sums_of]
-        totals = [
-            [builder.fmul(load(builder, place, FLOATS, 4), scale) for place in row]
-            for row, scale in zip(places, scales, strict=True)
+        pairs = [offset(builder, int_of(i), index, int_of(together)) for i in range(together)]
+        halves = [
+            builder.add(builder.mul(pair, int_of(2)), int_of(half)) for pair in pairs for half in (0, 1)
         ]
+        homes = [[offset(builder, sums, half, int_of(4 * LANES)) for half in halves] for sums in sums_of_all]
+        totals = [[load(builder, home, FLOATS, 4) for home in row] for row in homes]
         for position in range(LANES):
-            parts = [_row(builder, values, position, vector, bf16) for vector in vectors]
+            row = builder.add(values, _place(builder, places, position))
+            parts = [half for pair in pairs for half in pair_at(builder, row, pair, bf16)]
+            if bf16:
+                for pair in pairs:
+                    _ask(builder, values, places, position, pair)
             for query, weights in enumerate(weights_of):
-                weight = splat(builder, _scalar(builder, builder.add(weights, int_of(4 * position)), F32))
+                weight = builder.load(builder.gep(scalars(builder, weights), [int_of(position)]))
                 totals[query] = [
-                    call(builder, "fma", weight, part, total)
+                    call(builder, "fma", splat(builder, weight), part, total)
                     for part, total in zip(parts, totals[query], strict=True)
                 ]
-        for row, row_places in zip(totals, places, strict=True):
-            for total, place in zip(row, row_places, strict=True):
-                store(builder, total, place, 4)
+        for row, homes_of_row in zip(totals, homes, strict=True):
+            for total, home in zip(row, homes_of_row, strict=True):
+                store(builder, total, home, 4)
         return []
 
-    loop(builder, builder.sdiv(num_vectors, int_of(together)), [], step)
+    loop(builder, builder.sdiv(num_pairs, int_of(together)), [], step)
 
 
 def _fold_by_count(builder: Values, count: Values, *arguments: Values, bf16: bool) -> None:
@@ -183,21 +222,21 @@ def _fold_by_count(builder: Values, count: Values, *arguments: Values, bf16: boo
 
 @intrinsic
 def fold_bf16(
-    context: Values, count: Values, rows: Values, states: Values, own_bytes: Values, num_vectors: Values,
-    lowest: Values, highest: Values, weights: Values,
+    context: Values, count: Values, places: Values, keys: Values, values: Values, states: Values,
+    own_bytes: Values, num_pairs: Values, lowest: Values, highest: Values, weights: Values,
 ) -> Values:  # fmt: skip
     """Fold positions lowest .. highest, of sixteen, into `count` (1 .. QUERIES_MAX) queries.
 
-    `rows` holds the addresses of sixteen rows of K, then of V, in bf16; all are read, visible or not.
-    `weights` is room for a vector a query.
+    `places` holds how far from `keys` and from `values` the sixteen rows lie, in bytes; all are read,
+    visible or not. Sixteen more are asked for, to be read next. `weights` is room for a vector a query.
     """
-    return instruction(types.void, "i" * 8, lambda *a: _fold_by_count(*a, bf16=True))
+    return instruction(types.void, "i" * 10, lambda *a: _fold_by_count(*a, bf16=True))
 
 
 @intrinsic
 def fold_fp32(
-    context: Values, count: Values, rows: Values, states: Values, own_bytes: Values, num_vectors: Values,
-    lowest: Values, highest: Values, weights: Values,
+    context: Values, count: Values, places: Values, keys: Values, values: Values, states: Values,
+    own_bytes: Values, num_pairs: Values, lowest: Values, highest: Values, weights: Values,
 ) -> Values:  # fmt: skip
-    """As `fold_bf16`, with rows in fp32."""
-    return instruction(types.void, "i" * 8, lambda *a: _fold_by_count(*a, bf16=False))
+    """As `fold_bf16`, with rows in fp32, and none asked for."""
+    return instruction(types.void, "i" * 10, lambda *a: _fold_by_count(*a, bf16=False))

@@ -62,11 +62,11 @@ def scalars(builder: Values, address: Values) -> Values:
     return builder.inttoptr(address, ir.PointerType(F32))
 
 
-def prefetch(builder: Values, address: Values) -> None:
-    """Ask for a cache line that is read soon; an address beyond the array does no harm."""
+def prefetch(builder: Values, address: Values, level: int = 1) -> None:
+    """Ask for a cache line that is read soon, into cache `level`; one beyond the array does no harm."""
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    reads, keep, data = (ir.Constant(I32, flag) for flag in (0, 3, 1))
+    reads, keep, data = (ir.Constant(I32, flag) for flag in (0, 4 - level, 1))
     builder.call(function, [builder.inttoptr(address, kind.args[0]), reads, keep, data])
 
 
@@ -83,17 +83,33 @@ def call(builder: Values, name: str, *arguments: Values) -> Values:
     return builder.call(function, arguments)
 
 
-def pairwise_sums(builder: Values, vectors: list[Values]) -> Values:
-    """16 vectors -> one whose lane i is the sum of vector i, added neighbour by neighbour."""
-    evens = ir.Constant(INTS, list(range(0, 2 * LANES, 2)))
-    odds = ir.Constant(INTS, list(range(1, 2 * LANES, 2)))
+def pairwise_sums(builder: Values, vectors: list[Values], met: int = 1) -> Values:
+    """16 vectors -> one whose lane i is the sum of vector i, added neighbour by neighbour.
+
+    Fewer vectors -> what is then one of the vectors, in each of which `met` have met. Lanes first meet
+    inside the quarters of registers, where moving them is cheapest, then quarters do.
+    """
     while len(vectors) > 1:
+        first, second = _neighbours(met >= LANES // 4)
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [
-            builder.fadd(builder.shuffle_vector(a, b, evens), builder.shuffle_vector(a, b, odds))
+            builder.fadd(builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second))
             for a, b in pairs
         ]
+        met *= 2
     return vectors[0]
+
+
+def _neighbours(of_quarters: bool) -> tuple[Values, Values]:
+    """Masks that take the even and the odd ones of two vectors: lanes of each quarter, or quarters."""
+    quarter = LANES // 4
+    if of_quarters:
+        evens = [quarter * part + lane for part in range(0, 2 * quarter, 2) for lane in range(quarter)]
+        step = quarter
+    else:
+        evens = [quarter * part + lane for part in range(quarter) for lane in (0, 2, LANES, LANES + 2)]
+        step = 1
+    return ir.Constant(INTS, evens), ir.Constant(INTS, [lane + step for lane in evens])
 
 
 def reduced(builder: Values, vector: Values, combine: Callable[[Values, Values], Values]) -> Values:
@@ -111,29 +127,54 @@ def extract(builder: Values, vector: Values, lane: int) -> Values:
 
 
 def exp(builder: Values, x: Values) -> Values:
-    """e^x to 2 ulp: 2^n times a polynomial in the rest (Cephes expf); 0 below -87.3."""
-    lowest, highest = floats(-87.3), floats(88.3)
-    low = builder.fcmp_ordered("<", x, lowest)
-    inside = builder.select(low, lowest, x)
-    inside = builder.select(builder.fcmp_ordered(">", inside, highest), highest, inside)
-    n = call(builder, "rint", builder.fmul(inside, floats(math.log2(math.e))))
-    rest = call(builder, "fma", n, floats(-0.693359375), inside)
+    """e^x, for x up to 88, to 2 ulp: 2^n times a polynomial in the rest (Cephes expf); 0 below -87.3."""
+    # Added to a number of this size, n lies in the lowest bits, with the bias of an exponent.
+    size = floats(1.5 * 2**23 + 127)
+    shifted = call(builder, "fma", x, floats(math.log2(math.e)), size)
+    n = builder.fsub(shifted, size)
+    rest = call(builder, "fma", n, floats(-0.693359375), x)
     rest = call(builder, "fma", n, floats(2.12194440e-4), rest)
-    y = floats(1.9875691500e-4)
-    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        y = call(builder, "fma", y, rest, floats(coefficient))
-    y = call(builder, "fma", y, builder.fmul(rest, rest), rest)
-    y = builder.fadd(y, floats(1.0))
-    exponent = builder.shl(builder.add(builder.fptosi(n, INTS), ints(127)), ints(23))
-    return builder.select(low, floats(0.0), builder.fmul(y, builder.bitcast(exponent, FLOATS)))
+    square = builder.fmul(rest, rest)
+    # In twos, not one after another: attention waits for the last of these.
+    high, middle, low = (
+        call(builder, "fma", floats(factor), rest, floats(added))
+        for factor, added in (
+            (1.9875691500e-4, 1.3981999507e-3), (8.3334519073e-3, 4.1665795894e-2),
+            (1.6666665459e-1, 5.0000001201e-1),
+        )
+    )  # fmt: skip
+    y = call(builder, "fma", call(builder, "fma", high, square, middle), square, low)
+    y = call(builder, "fma", y, square, builder.fadd(rest, floats(1.0)))
+    power = builder.bitcast(builder.shl(builder.bitcast(shifted, INTS), ints(23)), FLOATS)
+    below = builder.fcmp_ordered("<", x, floats(-87.3))
+    return builder.select(below, floats(0.0), builder.fmul(y, power))
+
+
+def _rounded_up(builder: Values, value: Values) -> Values:
+    """Bits of fp32 whose upper halves are the nearest bf16, ties to even.
+
+    A NaN stays one: those of arithmetic have zeros in the low half.
+    """
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
+    return builder.add(bits, builder.add(odd, ints(0x7FFF)))
 
 
 def rounded(builder: Values, value: Values) -> Values:
-    """fp32 -> bf16, to nearest even. A NaN stays one: those of arithmetic have zeros in the low half."""
-    bits = builder.bitcast(value, INTS)
-    odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
-    bits = builder.add(bits, builder.add(odd, ints(0x7FFF)))
-    return builder.trunc(builder.lshr(bits, ints(16)), WORDS)
+    """fp32 -> bf16, to nearest even."""
+    return builder.trunc(builder.lshr(_rounded_up(builder, value), ints(16)), WORDS)
+
+
+def split(builder: Values, words: Values) -> tuple[Values, Values]:
+    """The lower and the upper bf16 of 16 words, as fp32."""
+    low, high = builder.shl(words, ints(16)), builder.and_(words, ints(0xFFFF0000))
+    return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
+
+
+def joined(builder: Values, low: Values, high: Values) -> Values:
+    """Words of what `split` gives, rounded to bf16."""
+    lower = builder.lshr(_rounded_up(builder, low), ints(16))
+    return builder.or_(lower, builder.and_(_rounded_up(builder, high), ints(0xFFFF0000)))
 
 
 def widened(builder: Values, address: Values) -> Values:

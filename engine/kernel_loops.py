@@ -26,7 +26,6 @@ from firstdiff.engine.kernel_ir import (
     instruction,
     int_of,
     intrinsic,
-    ints,
     load,
     loop,
     offset,
@@ -35,6 +34,7 @@ from firstdiff.engine.kernel_ir import (
     rounded,
     scalars,
     splat,
+    split,
     store,
     widened,
 )
@@ -57,9 +57,7 @@ def _two_weights(builder: Values, panel: Values, k: Values, bf16: bool) -> tuple
     if not bf16:
         low = load(builder, address, FLOATS, 64)
         return low, load(builder, builder.add(address, int_of(4 * LANES)), FLOATS, 64)
-    words = load(builder, address, INTS, 64)
-    low, high = builder.shl(words, ints(16)), builder.and_(words, ints(0xFFFF0000))
-    return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
+    return split(builder, load(builder, address, INTS, 64))
 
 
 def _tile_of(builder: Values, num_rows: int, arguments: Sequence[Values], *, bf16: bool) -> None:
@@ -158,7 +156,9 @@ def _gate(
         cubed = builder.fmul(builder.fmul(x, x), x)
         twice_u = call(builder, "fma", cubed, floats(0.044715), x)
         twice_u = builder.fmul(twice_u, floats(2.0 * math.sqrt(2.0 / math.pi)))
-        power = exp(builder, builder.fsub(floats(0.0), builder.select(silu, x, twice_u)))
+        exponent = builder.fsub(floats(0.0), builder.select(silu, x, twice_u))
+        large = builder.fcmp_ordered(">", exponent, floats(88.0))
+        power = exp(builder, builder.select(large, floats(88.0), exponent))
         y = builder.fdiv(x, builder.fadd(power, floats(1.0)))
         y = builder.fmul(y, load(builder, builder.add(ups, begin), FLOATS, 4))
         store(builder, y, builder.add(out, begin), 4)
@@ -195,9 +195,3 @@ def _narrow(builder: Values, source: Values, out: Values, num_vectors: Values) -
         return []
 
     loop(builder, num_vectors, [], step)
-
-
-@intrinsic
-def fetch(context: Values, address: Values) -> Values:
-    """Ask for the cache line at `address`."""
-    return instruction(types.void, "i", prefetch)

@@ -17,7 +17,7 @@ from firstdiff.engine.kernels_attention import attend, store
 @compiled_parallel
 def forward(
     num_threads: int, q: int, q_stride: int, k: int, k_stride: int, v: int, v_stride: int, keys: int,
-    values: int, bounds: int, window: int, scale: float, bf16: int, written: int, slots: int, tiles: int,
+    values: int, bounds: int, window: int, scale: float, bf16: int, written: int, places: int, tiles: int,
     out: int, num_rows: int, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int,
 ) -> None:  # fmt: skip
     """`store`, then `attend` in as many parts as threads."""
@@ -26,6 +26,6 @@ def forward(
     store(0, 1, k, k_stride, v, v_stride, written, keys, values, num_rows, row_bytes)
     for part in prange(num_threads):
         attend(
-            part, num_threads, q, q_stride, keys, values, slots, tiles, bounds, out, max_rows, window,
+            part, num_threads, q, q_stride, keys, values, places, tiles, bounds, out, max_rows, window,
             num_heads, num_kv_heads, head_dim, scale, bf16,
         )  # fmt: skip

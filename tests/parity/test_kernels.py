@@ -221,6 +221,85 @@ def test_attention_agrees(dtype, block_size, num_heads, num_kv_heads, head_dim, 
         assert torch.equal(caches[0].keys[layer].nan_to_num(), caches[1].keys[layer].nan_to_num())
 
 
+def cut(lengths: list[int], rows: tuple[torch.Tensor, ...], block_size: int, threads: int) -> torch.Tensor:
+    """Attention of one sequence in chunks of `lengths`, each computed beside a decode of another."""
+    q, k, v = rows
+    num_blocks, others = -(-len(q) // block_size), -(-40 // block_size)
+    table, other = list(range(num_blocks))[::-1], [num_blocks + block for block in range(others)]
+    cache = KVCache.allocate(
+        num_layers=1, num_blocks=num_blocks + others, block_size=block_size, num_kv_heads=k.shape[1],
+        head_dim=k.shape[2], dtype=k.dtype,
+    )  # fmt: skip
+    attention, found, start = KernelAttention(cache, threads=threads), [], 0
+    for length in lengths:
+        taken = slice(start, start + length)
+        slots = [table[p // block_size] * block_size + p % block_size for p in range(*taken.indices(len(q)))]
+        slots.insert(0, other[39 // block_size] * block_size + 39 % block_size)
+        contexts, tables, spans = [40], [other], [PrefillSpan(1, length, start, torch.tensor(table))]
+        if length == 1:
+            contexts, tables, spans = [40, start + 1], [other, table], []
+        ids = torch.zeros(1 + length, dtype=torch.int64)
+        attention.plan(Batch(ids, ids, torch.tensor(slots), ids, contexts, tables, spans))
+        new = (torch.cat((tensor[:1], tensor[taken])) for tensor in (q, k, v))
+        found.append(attention.forward(*new, 0)[1:].clone())
+        start += length
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (6, 1, 96), (4, 2, 20)])
+def test_chunks_and_blocks_change_no_bit_of_attention(dtype, num_heads, num_kv_heads, head_dim, threads):
+    """A chunk copies the keys that a decode reads where they lie."""
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    rows = tuple(random(70, n, head_dim, seed=n + i, dtype=dtype) * 3 for i, n in enumerate(heads))
+    whole = cut([70], rows, 16, threads)
+    assert torch.equal(cut([5, 16, 1, 1, 30, 17], rows, 3, threads), whole)
+    assert torch.equal(cut([1] * 70, rows, 16, threads), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [1.0, -1.0, 25.0, -25.0])
+def test_scores_may_rise_and_fall_without_end(dtype, step):
+    """What the weights are relative to is left behind by hundreds, or never met again."""
+    length, dim = 100, 32
+    # A score is one value of its key, so that large ones are exact.
+    q = torch.eye(dim, dtype=dtype)[:1].expand(length, 1, dim).contiguous()
+    k = random(length, 1, dim)
+    k[:, 0, 0] += torch.arange(length) * step
+    k, v = k.to(dtype), random(length, 1, dim, seed=1, dtype=dtype)
+    batch, num_blocks = paged([(0, length)], 16, seed=0)
+    shape = {"num_layers": 1, "num_blocks": num_blocks, "block_size": 16, "num_kv_heads": 1, "head_dim": dim}
+    caches = [KVCache.allocate(**shape, dtype=dtype) for _ in range(2)]
+    rules = AttentionRules(1.0, (None,))
+    truth, fast = TorchAttention(caches[0], rules), KernelAttention(caches[1], rules)
+    truth.plan(batch)
+    fast.plan(batch)
+    assert close(fast.forward(q, k, v, 0), truth.forward(q, k, v, 0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_own_rows(bad, dtype):
+    """From the position that has it on; earlier rows that share its sixteen do not see it."""
+    q, k, v = (random(40, heads, 64, seed=heads, dtype=dtype) for heads in (3, 1, 1))
+    k[20, 0, 7] = bad
+    rows = cut([8, 8, 4, 20], (q.abs(), k, v), 16, 1)
+    assert torch.isfinite(rows[:20]).all()
+    assert not torch.isfinite(rows[20:].view(20, 3, 64)).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_a_row_that_is_not_finite_spoils_no_other(head_dim, dtype):
+    """Rows are computed one after another in the same memory."""
+    q, k, v = (random(20, heads, head_dim, seed=heads, dtype=dtype) for heads in (3, 1, 1))
+    q[0] = float("nan")  # of the decode beside each step too, which comes first
+    for lengths in ([1] * 20, [1, 9, 10]):
+        rows = cut(lengths, (q, k, v), 16, 1)
+        assert torch.isnan(rows[0]).all()
+        assert torch.isfinite(rows[1:]).all()
+
+
 def poison(tensor: torch.Tensor, batch: Batch, block_size: int) -> None:
     """NaN in every slot that no sequence of the batch holds."""
     held = torch.zeros(tensor.shape[1] * block_size, dtype=torch.bool)
