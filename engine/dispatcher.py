@@ -90,7 +90,7 @@ class Dispatcher:
         self._in_flight: dict[str, _InFlight] = {}
         self._mailboxes: dict[str, Mailbox] = {}
         """By request id, from `open` to `close`."""
-        self._num_open = 0
+        self._group_ids: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._resets: deque[asyncio.Future[int]] = deque()
@@ -106,7 +106,7 @@ class Dispatcher:
     @property
     def num_open(self) -> int:
         """HTTP requests whose answers have not ended."""
-        return self._num_open
+        return len(self._group_ids)
 
     def open(self, group_id: str, request_ids: Iterable[str]) -> Mailbox:
         """A mailbox for one HTTP request, to be closed; `request_ids` are all that it will submit.
@@ -121,15 +121,16 @@ class Dispatcher:
                 code="engine_unavailable",
             )
         mailbox = Mailbox(group_id, frozenset(request_ids))
-        for request_id in mailbox.request_ids:
-            if request_id in self._in_flight or request_id in self._mailboxes:
+        in_use = (self._in_flight, self._mailboxes, self._group_ids)
+        for request_id in (group_id, *mailbox.request_ids):
+            if any(request_id in ids for ids in in_use):
                 raise ApiError(
                     f"expected an X-Request-Id that is not in use, got {request_id!r}: "
                     "send a new one for each request",
                     code="duplicate_request_id",
                 )
         self._mailboxes |= dict.fromkeys(mailbox.request_ids, mailbox)
-        self._num_open += 1
+        self._group_ids.add(group_id)
         self._idle.clear()
         return mailbox
 
@@ -152,8 +153,8 @@ class Dispatcher:
         for request_id in mailbox.request_ids:
             self.abort(request_id, reason="abort")
             del self._mailboxes[request_id]
-        self._num_open -= 1
-        if not self._num_open:
+        self._group_ids.remove(mailbox.group_id)
+        if not self._group_ids:
             self._idle.set()
 
     def abort(self, request_id: str, *, reason: FinishReason) -> None:
@@ -199,7 +200,7 @@ class Dispatcher:
             if not timeout_s:
                 return
             logging.getLogger(__name__).warning(
-                "%d requests were not finished within %g s: they fail", self._num_open, timeout_s
+                "%d requests were not finished within %g s: they fail", self.num_open, timeout_s
             )
 
     def stop_taking(self, why: str) -> None:

@@ -38,7 +38,11 @@ TOKEN_ID_MAX = (1 << 31) - 1
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is asked: token ids in, sampling as resolved; the rest as in Sequence."""
+    """What the engine is asked: token ids in, sampling as resolved; the rest as in Sequence.
+
+    A request that others will follow, which share its prompt, is taken only where there is room for all;
+    its followers then always are.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -46,6 +50,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     use_prefix_cache: bool = True
+    num_followers: int = 0
+    is_follower: bool = False
 
 
 class QueueFullError(ValueError):
@@ -106,7 +112,7 @@ class LLMEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request; ValueError when it can never run, QueueFullError when it cannot run now.
 
-        At most `max_num_seqs + max_num_waiting` requests are in flight.
+        At most `max_num_seqs + max_num_waiting` requests are in flight, and late followers beside them.
         """
         prompt = request.prompt_token_ids
         if not prompt:
@@ -115,10 +121,17 @@ class LLMEngine:
             raise ValueError(
                 f"expected prompt token ids in 0..{TOKEN_ID_MAX}, got {min(prompt)}..{max(prompt)}"
             )
-        if self.scheduler.num_sequences >= self._num_requests_max:
+        if request.num_followers >= self._num_requests_max:
+            raise ValueError(
+                f"expected at most {self._num_requests_max} answers to a prompt, as may be in flight, got "
+                f"{1 + request.num_followers}: ask for fewer or raise --max-num-waiting"
+            )
+        # Refusing a follower would end an answer that has begun.
+        num_free = self._num_requests_max - self.scheduler.num_sequences
+        if num_free <= request.num_followers and not request.is_follower:
             raise QueueFullError(
-                f"expected fewer than {self._num_requests_max} requests in flight, got that many: try again "
-                "later or raise --max-num-waiting"
+                f"expected room for {1 + request.num_followers} more of {self._num_requests_max} requests in "
+                f"flight, got {max(0, num_free)}: try again later or raise --max-num-waiting"
             )
         self.scheduler.add(
             Sequence(

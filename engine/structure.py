@@ -68,20 +68,22 @@ class Structures:
             return None
         matcher = self._matchers.get(sequence)
         if matcher is None:
-            if isinstance(self._tokenizer, ValueError):
+            if isinstance(self._tokenizer, StructureError):
                 raise self._tokenizer
             matcher = self._matchers[sequence] = _Matcher(structure, self._tokenizer)
         return matcher.allowed(output)
 
 
-def _read_tokenizer(file: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer | ValueError:
+def _read_tokenizer(
+    file: Path, vocab_size: int, eos_token_ids: frozenset[int]
+) -> LLTokenizer | StructureError:
     """The tokenizer, or why structured answers cannot be had from this model."""
     if not eos_token_ids:
-        return ValueError("expected a model with an EOS token to end structured answers, got none")
+        return StructureError("expected a model with an EOS token to end structured answers, got none")
     try:
         return LLTokenizer(str(file), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
     except Exception as error:  # noqa: BLE001 - the Rust reader raises bare Exception
-        return ValueError(f"expected a tokenizer that structured answers work with, got: {error}")
+        return StructureError(f"expected a tokenizer that structured answers work with, got: {error}")
 
 
 class _Matcher:

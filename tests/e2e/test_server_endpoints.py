@@ -135,6 +135,63 @@ def test_a_context_is_no_longer_than_the_cache() -> None:
         cache_shape(EngineConfig(model="m", num_blocks=16, max_model_len=300), config)
 
 
+def running(script: Script, server: ServerUnderTest, count: int) -> None:
+    for _ in range(1000):
+        if script.is_waiting and server.running.dispatcher.num_in_flight == count:
+            return
+        Event().wait(0.01)
+    raise AssertionError("the requests did not start")
+
+
+def test_an_answer_that_has_begun_keeps_its_places_in_the_queue() -> None:
+    script = Script(spell("word "))
+    with (
+        scripted_server(script, max_num_seqs=1, max_num_waiting=2) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        script.gate.clear()
+        many = pool.submit(server.post, COMPLETIONS, prompt="a", n=3, max_tokens=2)
+        running(script, server, 1)
+        others = [pool.submit(server.post, COMPLETIONS, prompt="b", max_tokens=2)]
+        running(script, server, 2)
+        two = pool.submit(server.request, "POST", COMPLETIONS, {"model": MODEL, "prompt": "c", "n": 2})
+        running(script, server, 3)
+        others.append(pool.submit(server.post, COMPLETIONS, prompt="d", max_tokens=2))
+        running(script, server, 4)
+        script.gate.set()
+        assert two.result(20)[0] == 429
+        assert len(many.result(20)["choices"]) == 3
+        assert all(other.result(20)["choices"] for other in others)
+        status, error = server.refusal(COMPLETIONS, {"model": MODEL, "prompt": "e", "n": 4})
+        assert (status, "as may be in flight" in error["message"]) == (400, True)
+
+
+def test_an_id_in_use_is_refused_however_many_choices_it_has() -> None:
+    script = Script(spell("word "))
+    with scripted_server(script) as server, ThreadPoolExecutor(1) as pool:
+        script.gate.clear()
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+        headers = {"X-Request-Id": "mine"}
+        first = pool.submit(server.request, "POST", COMPLETIONS, body, headers)
+        running(script, server, 1)
+        status, _, raw = server.request("POST", COMPLETIONS, body | {"n": 2}, headers)
+        assert (status, json.loads(raw)["error"]["code"]) == (400, "duplicate_request_id")
+        script.gate.set()
+        assert first.result(20)[0] == 200
+
+
+def test_structures_on_a_model_without_eos_are_refused(tmp_path: Path) -> None:
+    for path in TOKENIZER_PATH.iterdir():
+        if path.name not in ("config.json", "generation_config.json"):
+            (tmp_path / path.name).symlink_to(path)
+    config = json.loads((TOKENIZER_PATH / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    with real_server(model=tmp_path) as server:
+        body = {"model": MODEL, "prompt": "a", "guided_choice": ["a"]}
+        status, error = server.refusal(COMPLETIONS, body)
+        assert (status, "EOS" in error["message"]) == (400, True)
+
+
 def test_the_server_s_mode_of_logprobs_is_of_requests_that_name_none() -> None:
     body = {"prompt": "a", "max_tokens": 1, "logprobs": 0, "logit_bias": {"300": 100}, "temperature": 1}
 
@@ -160,14 +217,6 @@ def test_a_reset_cache_finds_nothing(server: ServerUnderTest) -> None:
     assert cached() > 0
     assert json.loads(server.request("POST", "/reset_prefix_cache", {})[2])["num_blocks"] > 0
     assert server.refusal("/reset_prefix_cache", {"now": True})[0] == 400
-
-
-def running(script: Script, server: ServerUnderTest, count: int) -> None:
-    for _ in range(1000):
-        if script.is_waiting and server.running.dispatcher.num_in_flight == count:
-            return
-        Event().wait(0.01)
-    raise AssertionError("the requests did not start")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,11 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_driver import EngineUnderTest, greedy
+from tiny_families import make_family
 
 from firstdiff.engine.config import EngineConfig
-from firstdiff.tracing.records import Sampling
+from firstdiff.engine.model_store import resolve
+from firstdiff.tracing.records import PromptLogprobsRow, Sampling
 
-Numbers = list[list[tuple[int, float | None, list[tuple[int, float]]]]]
+Numbers = list[list[object]]
+"""For each prompt its tokens and what was said of them, the prompt's own first."""
 NUM_TOKENS = 12
 SMOLLM2 = pytest.param("smollm2-135m", 1, marks=pytest.mark.model)
 
@@ -30,7 +33,8 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 class Case:
     """One model, dtype and way of computing, run under many schedules."""
 
-    def __init__(self, model: str, dtype: str, **settings) -> None:
+    def __init__(self, model: str, dtype: str, *, asked: dict[str, object] | None = None, **settings) -> None:
+        self._asked = asked or {}
         self._settings = {"model": model, "dtype": dtype, "max_num_seqs": 8} | settings
         self._large = model != "tiny-random"
         self.prompts = prompts_of(2000)
@@ -40,9 +44,15 @@ class Case:
         return EngineUnderTest(**(self._settings | plain | changes))
 
     def numbers(self, engine: EngineUnderTest, prompts: list[list[int]] | None = None) -> Numbers:
-        sampling: Sampling = greedy(NUM_TOKENS, logprobs=5, ignore_eos=True)
+        sampling: Sampling = greedy(NUM_TOKENS, logprobs=5, ignore_eos=True, **self._asked)
         outputs = engine.generate(self.prompts if prompts is None else prompts, sampling)
-        return [[(row.token_id, row.logprob, row.top_logprobs) for row in rows] for rows in outputs]
+        found: Numbers = [[] for _ in outputs]
+        for row in engine.rows:
+            if isinstance(row, PromptLogprobsRow):
+                found[int(row.request_id[1:])] += zip(row.logprobs, row.top_logprobs, strict=True)
+        for numbers, rows in zip(found, outputs, strict=True):
+            numbers += [(row.token_id, row.logprob, row.top_logprobs) for row in rows]
+        return found
 
     def alone(self) -> Numbers:
         engine = self.engine()
@@ -52,10 +62,12 @@ class Case:
         found = {"batched": self.numbers(self.engine())}
         for budget in (13,) if self._large else (8, 13, 50):
             found[f"chunks of {budget}"] = self.numbers(self.engine(max_num_batched_tokens=budget))
-        cached = self.engine(enable_prefix_caching=True)
-        self.numbers(cached)
-        found["cached"] = self.numbers(cached)
-        assert sum(row.num_cached_tokens for row in cached.finished) > 100
+        # A request that asks for its whole prompt's numbers takes nothing from the cache.
+        if "prompt_logprobs" not in self._asked:
+            cached = self.engine(enable_prefix_caching=True)
+            self.numbers(cached)
+            found["cached"] = self.numbers(cached)
+            assert sum(row.num_cached_tokens for row in cached.finished) > 100
         tight = self.engine(block_size=3, num_blocks=95, max_model_len=160)
         found["preempted"] = self.numbers(tight)
         assert sum(row.num_preemptions for row in tight.finished) > 0
@@ -67,7 +79,29 @@ class Case:
 def test_every_schedule_gives_the_same_bits(model, threads, dtype):
     case = Case(model, dtype, deterministic=True, threads=threads)
     expected = case.alone()
-    assert len({tuple(token for token, _, _ in row) for row in expected}) == len(expected)
+    assert len({str(row) for row in expected}) == len(expected)
+    for name, numbers in case.schedules().items():
+        assert numbers == expected, name
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 3}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}])
+def test_prompts_and_sampled_answers_too(asked):
+    case = Case("tiny-random", "bf16", asked=asked, deterministic=True, threads=1)
+    expected = case.alone()
+    num_numbers = [NUM_TOKENS + ("prompt_logprobs" in asked) * (len(p) - 1) for p in case.prompts]
+    assert [len(row) for row in expected] == num_numbers
+    for name, numbers in case.schedules().items():
+        assert numbers == expected, name
+
+
+@pytest.mark.parametrize("variant", ["gemma3-ropes-softcap", "qwen3-window-biases"])
+def test_families_with_windows_and_norms_of_heads_too(tmp_path, variant):
+    """Windows that end inside blocks and chunks, two ropes, heads that fill no vector."""
+    make_family(tmp_path, variant, vocab_size=2000)
+    for path in resolve("tiny-random").path.glob("tokenizer*"):
+        (tmp_path / path.name).symlink_to(path)
+    case = Case(str(tmp_path), "fp32", deterministic=True, threads=1)
+    expected = case.alone()
     for name, numbers in case.schedules().items():
         assert numbers == expected, name
 
