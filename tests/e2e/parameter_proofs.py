@@ -38,18 +38,34 @@ def prove_prompt(api: Api) -> None:
     assert api.prompt_ids(text="a b") != api.prompt_ids(text="c d")
 
 
+def told(api: Api, count: int, **fields: Any) -> dict[str, float]:
+    """The likeliest first tokens in the distribution that is sampled from."""
+    return api.logprobs(count, max_tokens=1, logprobs_mode="processed_logprobs", **fields)[0]
+
+
 def prove_temperature(api: Api) -> None:
     assert len({tuple(api.ids(temperature=0, seed=seed)) for seed in range(3)}) == 1
     assert seeds_differ(api)
+    (first, raw), *others = list(told(api, 4, temperature=1).items())[:4]
+    for temperature in (0.5, 2):
+        got = told(api, 4, temperature=temperature)
+        for text, logprob in others:
+            assert got[text] - got[first] == pytest.approx((logprob - raw) / temperature, abs=1e-3)
 
 
-def prove_truncation(**fields: Any) -> Proof:
-    """With the strictest value only the likeliest token is left."""
+def prove_truncation(strictest: float, name: str, keeps_three: Callable[[list[float]], float]) -> Proof:
+    """The strictest value leaves the likeliest token; another, made of probabilities, leaves three."""
 
     def prove(api: Api) -> None:
         assert seeds_differ(api)
         for seed in range(3):
-            assert api.ids(temperature=1, seed=seed, **fields) == api.ids()
+            assert api.ids(temperature=1, seed=seed, **{name: strictest}) == api.ids()
+        plain = list(told(api, 4, temperature=1).items())[:4]
+        value = keeps_three([math.exp(logprob) for _, logprob in plain])
+        got = told(api, 3, temperature=1, **{name: value})
+        total = math.log(sum(math.exp(logprob) for _, logprob in plain[:3]))
+        for text, logprob in plain[:3]:
+            assert got[text] == pytest.approx(logprob - total, abs=1e-3)
 
     return prove
 
@@ -345,9 +361,9 @@ def prove_truncate_prompt(api: Api) -> None:
 BOTH: dict[str, Proof] = {
     "model": prove_model,
     "temperature": prove_temperature,
-    "top_p": prove_truncation(top_p=1e-9),
-    "top_k": prove_truncation(top_k=1),
-    "min_p": prove_truncation(min_p=1),
+    "top_p": prove_truncation(1e-9, "top_p", lambda p: p[0] + p[1] + p[2] / 2),
+    "top_k": prove_truncation(1, "top_k", lambda p: 3),
+    "min_p": prove_truncation(1, "min_p", lambda p: (p[2] + p[3]) / 2 / p[0]),
     "seed": prove_seed,
     "n": prove_n,
     "stop": prove_stop,
