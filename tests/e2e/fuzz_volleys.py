@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import sys
 from collections import Counter
@@ -98,6 +99,13 @@ def fire(place: Range, shot: Shot) -> Answer | dict[str, Any] | None:
         assert status in (400, 404), (shot.bad, raw)
         return None
     if shot.path == SCORE and shot.deed == "abort" and status == 409:
+        return None
+    if b'"context_length_exceeded"' in raw:
+        # A chat whose messages came out long.
+        numbers = re.search(rb"got (\d+) prompt tokens and (\d+) to generate", raw)
+        assert numbers is not None, raw
+        assert status == 400
+        assert int(numbers[1]) + int(numbers[2]) > MAX_MODEL_LEN
         return None
     assert status == 200, raw
     if shot.path == SCORE:
