@@ -14,11 +14,11 @@ from threading import Event
 from typing import Any
 
 import pytest
-import regex
 
 sys.path.insert(0, str(Path(__file__).parent))
 from endpoint_api import LONG, Api, X, Y
 from scripted_server import EOS, MODEL, TOKENIZER, Script, scripted_server, spell
+from structure_proofs import JSON_A, OBJECT, prove_response_format, prove_structure, prove_structured_outputs
 
 from firstdiff.tracing.token_log import read_token_log
 
@@ -46,7 +46,7 @@ def told(api: Api, count: int, **fields: Any) -> dict[str, float]:
 def prove_temperature(api: Api) -> None:
     assert len({tuple(api.ids(temperature=0, seed=seed)) for seed in range(3)}) == 1
     assert seeds_differ(api)
-    (first, raw), *others = list(told(api, 4, temperature=1).items())[:4]
+    (first, raw), *others = list(api.logprobs(4, max_tokens=1)[0].items())[:4]
     for temperature in (0.5, 2):
         got = told(api, 4, temperature=temperature)
         for text, logprob in others:
@@ -60,7 +60,7 @@ def prove_truncation(strictest: float, name: str, keeps_three: Callable[[list[fl
         assert seeds_differ(api)
         for seed in range(3):
             assert api.ids(temperature=1, seed=seed, **{name: strictest}) == api.ids()
-        plain = list(told(api, 4, temperature=1).items())[:4]
+        plain = list(api.logprobs(4, max_tokens=1)[0].items())[:4]
         value = keeps_three([math.exp(logprob) for _, logprob in plain])
         got = told(api, 3, temperature=1, **{name: value})
         total = math.log(sum(math.exp(logprob) for _, logprob in plain[:3]))
@@ -241,49 +241,6 @@ def prove_stream_options(api: Api) -> None:
 def prove_return_token_ids(api: Api) -> None:
     assert "token_ids" not in api.choice(return_token_ids=False)
     assert len(api.ids()) == 8
-
-
-def prove_structure(name: str, value: Any, pattern: str) -> Proof:
-    def prove(api: Api) -> None:
-        for seed in range(2):
-            choice = api.choice(**{name: value}, temperature=1, seed=seed, ignore_eos=False, max_tokens=90)
-            # An answer that was cut must still be the beginning of one that fits.
-            is_cut = choice["finish_reason"] != "stop"
-            assert regex.fullmatch(pattern, api.text_of(choice), regex.DOTALL, partial=is_cut)
-        assert api.refusal(**{name: {"json": 1, "regex": 2, "type": 3}})[0] == 400
-
-    return prove
-
-
-OBJECT = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
-JSON_A = r'\s*\{\s*"a"\s*:\s*(true|false)\s*\}\s*'
-
-
-def prove_response_format(api: Api) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": OBJECT, "strict": True}}
-    prove_structure("response_format", schema, JSON_A)(api)
-    prove_structure("response_format", {"type": "json_object"}, r"\s*\{.*\}\s*")(api)
-    assert api.ids(response_format={"type": "text"}) == api.ids()
-    bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
-    assert api.refusal(response_format=bad)[0] == 400
-
-
-def prove_structured_outputs(api: Api) -> None:
-    for value, pattern in (
-        ({"json": OBJECT}, JSON_A),
-        ({"regex": "[a-c]{3}"}, "[a-c]{3}"),
-        ({"choice": ["north", "south"]}, "north|south"),
-        ({"grammar": 'start: "x" | "yy"'}, "x|yy"),
-        ({"json_object": True}, r"\s*\{.*\}\s*"),
-    ):
-        prove_structure("structured_outputs", value, pattern)(api)
-    assert "regular expression" in api.refusal(structured_outputs={"regex": 1})[1]["message"]
-    assert api.refusal(structured_outputs={"regex": "("})[0] == 400
 
 
 def prove_user(api: Api) -> None:
