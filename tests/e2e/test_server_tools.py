@@ -131,7 +131,7 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(server: ServerUnder
             continue
         ((name, arguments),) = calls_of(message)
         assert (name, reason, message["content"]) == ("weather", "tool_calls", None)
-        assert arguments["day"] in ("mon", "tue")
+        assert arguments in ({"day": "mon"}, {"day": "tue"})
     assert "tool_calls" in reasons
 
 
@@ -149,7 +149,7 @@ def test_required_calls_one_of_the_tools(server: ServerUnderTest) -> None:
         reasons.add(reason)
         if reason == "tool_calls":
             ((name, arguments),) = calls_of(message)
-            assert name == "time" or arguments["day"] in ("mon", "tue")
+            assert arguments in ([{}] if name == "time" else [{"day": "mon"}, {"day": "tue"}])
     assert "tool_calls" in reasons
 
 
