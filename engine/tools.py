@@ -4,8 +4,8 @@ Owns: the fields `tools`, `tool_choice` and `parallel_tool_calls`; the Hermes fo
 `<tool_call>{...}</tool_call>` that Qwen's and SmolLM2's templates teach; the structures behind `required` and
 a named tool. Refuses to know: the chat template, token ids, JSON answers. Invariants: a call is given out
 once and whole (a named tool's arguments as they come); text that is no well-formed call of an offered tool
-stays content, character by character, but for the blanks next to calls; the result does not depend on how the
-text was cut into pieces.
+stays content, character by character, but for the blanks next to calls and, with `required`, what is cut off
+after a whole call; the result does not depend on how the text was cut into pieces.
 
 Usage: `parser = tools.parser(make_id); said = parser.push(text); said = parser.finish()`.
 """
@@ -267,8 +267,8 @@ class _ArrayParser:
         return Said(calls=calls)
 
     def finish(self) -> Said:
-        rest = self._held.strip().lstrip(",").strip()
-        return Said(self._held if rest not in ("", "]") else "")
+        # What was cut off after a whole call is no text that a reader could use.
+        return Said("" if self._num_calls else self._held)
 
 
 class _NamedParser:
