@@ -272,7 +272,8 @@ def _held_to_tools(wish: SamplingWish, tools: Tools, limits: Limits) -> Sampling
         return wish
     if wish.template.forced_token_ids is not None:
         raise ApiError(
-            "expected forced_token_ids alone, got a tool_choice beside it: a replay has no choice to steer",
+            "expected forced_token_ids alone, got a tool_choice or a strict tool beside it: a replay has no "
+            "choice to steer",
             param="forced_token_ids",
         )
     return replace(wish, template=msgspec.structs.replace(wish.template, structure=structure))

@@ -4,7 +4,8 @@ Owns: the bounds on a structure, its translation to a grammar, one matcher a seq
 torch, logits, the scheduler. Invariants: a mask depends on the structure and the output so far only, so
 preemption, recompute and rejected drafts cannot change it; a finished structure allows only EOS, and so does
 everything after an EOS that the request ignores; special tokens other than EOS are never allowed, unless a
-grammar names them.
+grammar names them or they are the tags of tool calls; text that may hold tool calls is free up to an opening
+tag, by which the call's form is forced.
 
 The dialects are llguidance's: JSON Schema (a keyword that it does not enforce is refused), Rust's regular
 expressions without look-around, matched against the whole answer, and its variant of Lark.
@@ -93,7 +94,7 @@ class _Matcher:
         self._structure = structure
         self._vocab_size = tokenizer.vocab_size
         self._consumed: list[int] = []
-        self._matcher = LLMatcher(tokenizer, _grammar(structure), log_level=0, limits=_limits())
+        self._matcher = LLMatcher(tokenizer, _grammar(structure, tokenizer), log_level=0, limits=_limits())
         self._raise_error()
 
     def allowed(self, output: list[int]) -> NDArray[np.bool_]:
@@ -122,7 +123,7 @@ class _Matcher:
             raise _refusal(self._structure, self._matcher.get_error())
 
 
-def _grammar(structure: Structure) -> str:
+def _grammar(structure: Structure, tokenizer: LLTokenizer) -> str:
     """The structure as llguidance's Lark; ValueError when it is out of bounds or not of its kind."""
     spec, kind = structure.spec, structure.kind
     try:
@@ -138,19 +139,45 @@ def _grammar(structure: Structure) -> str:
         lark = spec
     elif kind == "choice":
         lark = _choice_grammar(spec)
+    elif kind == "tool_calls":
+        lark = _calls_grammar(structure, tokenizer)
     else:
-        lark = _json_grammar(structure, '{"type":"object"}' if kind == "json_object" else spec)
+        schema = '{"type":"object"}' if kind == "json_object" else spec
+        lark = f"start: {_json_rule(structure, schema)}"
     return f"{lark}\n{UNFORCED}"
 
 
-def _json_grammar(structure: Structure, schema: str) -> str:
+def _json_rule(structure: Structure, schema: str) -> str:
     try:
         wrapped = LLMatcher.grammar_from_json_schema(
             schema, overrides={"lenient": False, "whitespace_pattern": WHITESPACE}
         )
     except ValueError as error:
         raise _refusal(structure, str(error)) from error
-    return f"start: %json {json.dumps(json.loads(wrapped)['grammars'][0]['json_schema'])}"
+    return f"%json {json.dumps(json.loads(wrapped)['grammars'][0]['json_schema'])}"
+
+
+def _calls_grammar(structure: Structure, tokenizer: LLTokenizer) -> str:
+    """Text, in which an opening tag must go on as a call: the lazy rule ends with the tag, so no text can."""
+    spec = json.loads(structure.spec)
+    call = _json_rule(structure, json.dumps(spec["call"]))
+    lines = [
+        "start: call* TEXT" if spec["most"] is None else "start: call | TEXT",
+        f"call: open BLANKS {call} BLANKS close",
+        "open: spelled" + _special_token(tokenizer, spec["open"], " | TEXT "),
+        f"spelled[lazy]: TEXT {json.dumps(spec['open'])}",
+        f"close: {json.dumps(spec['close'])}" + _special_token(tokenizer, spec["close"], " | "),
+        f"BLANKS: /{WHITESPACE}/",
+        r"TEXT: /(.|\n)*/",
+    ]
+    return "\n".join(lines)
+
+
+def _special_token(tokenizer: LLTokenizer, text: str, before: str) -> str:
+    """`before` and the special token of that text; nothing where the vocabulary has none."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    is_special = len(ids) == 1 and tokenizer.is_special_token(ids[0])
+    return f"{before}<[{ids[0]}]>" if is_special else ""
 
 
 def _choice_grammar(spec: str) -> str:

@@ -1,11 +1,11 @@
 """Tools: what a client offers, what the model must then say, and the calls found in what it said.
 
 Owns: the fields `tools`, `tool_choice` and `parallel_tool_calls`; the Hermes form
-`<tool_call>{...}</tool_call>` that Qwen's and SmolLM2's templates teach; the structures behind `required` and
-a named tool. Refuses to know: the chat template, token ids, JSON answers. Invariants: a call is given out
-once and whole (a named tool's arguments as they come); text that is no well-formed call of an offered tool
-stays content, character by character, but for the blanks next to calls and, with `required`, what is cut off
-after a whole call; the result does not depend on how the text was cut into pieces.
+`<tool_call>{...}</tool_call>` that Qwen's and SmolLM2's templates teach; the structures behind `required`,
+a named tool and strict ones. Refuses to know: the chat template, token ids, JSON answers. Invariants: a call
+is given out once and whole (a named tool's arguments as they come); text that is no well-formed call of an
+offered tool stays content, character by character, but for the blanks next to calls and, with `required`,
+what is cut off after a whole call; the result does not depend on how the text was cut into pieces.
 
 Usage: `parser = tools.parser(make_id); said = parser.push(text); said = parser.finish()`.
 """
@@ -20,7 +20,7 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from firstdiff.engine.openai_fields import ApiError, Fields, describe, expected
+from firstdiff.engine.openai_fields import ApiError, Fields, expected
 from firstdiff.engine.openai_limits import Limits
 from firstdiff.engine.openai_structure import schema_text
 from firstdiff.tracing.records import Structure
@@ -28,6 +28,11 @@ from firstdiff.tracing.records import Structure
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_MAX_SCHEMA_DEPTH: Final = 128
+_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
+"""Keywords that hold values, in which nothing is a reference."""
+_BY_NAME: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords that hold schemas by name, of which none is a keyword."""
 _NO_PARAMETERS: Final[dict[str, object]] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 Choice = Literal["auto", "none", "required", "named"]
@@ -78,17 +83,25 @@ class Tools:
         return None if self.choice == "none" else self.definitions
 
     def structure(self, limits: Limits) -> Structure | None:
-        """What the answer must match so that it is a call; None when text will do.
+        """What the answer must match so that its calls are right; None when any text will do.
 
-        A named tool: its arguments. Required: an array of `{"name", "arguments"}`.
+        A named tool: its arguments. Required: an array of `{"name", "arguments"}`. Auto with a strict tool:
+        any text, in which whatever an opening tag begins is a call, one of a strict tool by its schema.
         """
         if self.choice == "named":
             (schema,) = [_parameters(tool) for tool in self.definitions if _name(tool) == self.name]
-        elif self.choice == "required":
-            schema = self._any_calls()
-        else:
-            return None
-        return Structure(kind="json_schema", spec=schema_text(schema, "tools", limits))
+            return Structure(kind="json_schema", spec=schema_text(schema, "tools", limits))
+        most = None if self.parallel else 1
+        if self.choice == "required":
+            call, defs = self._any_call(only_strict=False)
+            array = {"type": "array", "minItems": 1, "items": call, "$defs": defs}
+            array |= {} if most is None else {"maxItems": most}
+            return Structure(kind="json_schema", spec=schema_text(array, "tools", limits))
+        if self.choice == "auto" and any(_is_strict(tool) for tool in self.definitions):
+            call, defs = self._any_call(only_strict=True)
+            spec = {"open": OPEN, "close": CLOSE, "call": call | {"$defs": defs}, "most": most}
+            return Structure(kind="tool_calls", spec=schema_text(spec, "tools", limits))
+        return None
 
     def parser(self, make_id: MakeId) -> ToolParser | None:
         """A fresh parser for one answer; None when nothing is to be found."""
@@ -102,36 +115,26 @@ class Tools:
             return HermesParser(names, make_id, most=None if self.parallel else 1)
         return None
 
-    def _any_calls(self) -> dict[str, object]:
+    def _any_call(self, *, only_strict: bool) -> tuple[dict[str, object], dict[str, object]]:
+        """(schema of a call of one of the tools, its `$defs`); arguments of other tools are any object."""
         defs: dict[str, object] = {}
         calls: list[dict[str, object]] = []
-        for tool in self.definitions:
-            parameters = dict(_parameters(tool))
-            # References inside a schema count from its root, which is now the array's.
-            for key in ("$defs", "definitions"):
-                its_defs = parameters.pop(key, None)
-                if isinstance(its_defs, dict):
-                    known = defs.setdefault(key, {})
-                    assert isinstance(known, dict)
-                    clash = [name for name in its_defs if known.get(name, its_defs[name]) != its_defs[name]]
-                    if clash:
-                        raise ApiError(
-                            f"expected one meaning of each name in the tools' {key}, got two of "
-                            f"{describe(clash[0])}: rename one",
-                            param="tools",
-                        )
-                    known |= its_defs
-            properties = {"name": {"type": "string", "enum": [_name(tool)]}, "arguments": parameters}
+        for index, tool in enumerate(self.definitions):
+            arguments: dict[str, object] = {"type": "object"}
+            if _is_strict(tool) or not only_strict:
+                # References inside a schema count from its root, which is now here.
+                root = f"#/$defs/tool{index}"
+                defs[f"tool{index}"] = _moved(_parameters(tool), root)
+                arguments = {"$ref": root}
             calls.append(
                 {
                     "type": "object",
-                    "properties": properties,
+                    "properties": {"name": {"type": "string", "enum": [_name(tool)]}, "arguments": arguments},
                     "required": ["name", "arguments"],
                     "additionalProperties": False,
                 }
             )
-        most: dict[str, object] = {} if self.parallel else {"maxItems": 1}
-        return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | most | defs
+        return {"anyOf": calls}, defs
 
 
 def parse_tools(fields: Fields, limits: Limits) -> Tools | None:
@@ -148,15 +151,7 @@ def parse_tools(fields: Fields, limits: Limits) -> Tools | None:
     if len(set(names)) < len(names):
         raise ApiError("expected tools of different names, got one twice: rename it", param="tools")
     choice, name = _choice(raw_choice, names)
-    tools = Tools(definitions, choice, name, parallel)
-    if choice == "auto" and any(_function(tool).get("strict") for tool in definitions):
-        raise ApiError(
-            "expected no strict tool beside tool_choice auto, got one: an answer that may be text cannot be "
-            "held to a schema; leave strict out, or choose required or a tool's name",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    return tools
+    return Tools(definitions, choice, name, parallel)
 
 
 class HermesParser:
@@ -360,3 +355,34 @@ def _name(tool: dict[str, object]) -> str:
 def _parameters(tool: dict[str, object]) -> dict[str, object]:
     parameters = _function(tool).get("parameters")
     return parameters if isinstance(parameters, dict) and parameters else _NO_PARAMETERS
+
+
+def _is_strict(tool: dict[str, object]) -> bool:
+    return _function(tool).get("strict") is True
+
+
+def _moved(schema: object, root: str, *, depth: int = 0, is_named: bool = False) -> object:
+    """The schema, or a part of one, with its references counted from `root`; `is_named`: schemas by name."""
+    if depth > _MAX_SCHEMA_DEPTH:
+        raise ApiError(
+            f"expected parameters of at most {_MAX_SCHEMA_DEPTH} levels, got deeper ones: send flatter ones",
+            param="tools",
+        )
+    if isinstance(schema, list):
+        return [_moved(item, root, depth=depth + 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, object] = {}
+    for key, value in schema.items():
+        if is_named or key not in _VALUES:
+            moved[key] = _moved(value, root, depth=depth + 1, is_named=not is_named and key in _BY_NAME)
+        else:
+            moved[key] = value
+    if is_named:
+        return moved
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = root + reference[1:]
+    if not depth:
+        moved.pop("$id", None)
+    return moved

@@ -24,7 +24,7 @@ UNREADABLE = (msgspec.DecodeError, RecursionError)
 Outcome = Literal["ok", "failed", "unknown"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool_calls"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -61,7 +61,8 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer must match.
 
     `spec` is the JSON schema, the regular expression, the JSON array of choices or the Lark grammar as text;
-    empty for `json_object`.
+    empty for `json_object`. For `tool_calls`, which is any text with calls in it, it is JSON: the tags `open`
+    and `close`, the JSON schema `call` of what stands between them, and `most`, how many calls (null: any).
     """
 
     kind: StructureKind

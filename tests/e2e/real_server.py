@@ -31,7 +31,7 @@ TOOL_TEMPLATE = (
 
 
 def tool_model(folder: Path) -> Path:
-    """`tiny-random` with a chat template that knows tools, and a tokenizer that puts a BOS before text."""
+    """`tiny-random` with a template that knows tools, a BOS before text and the opening tag as one token."""
     for path in TOKENIZER_PATH.iterdir():
         if path.name not in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (folder / path.name).symlink_to(path)
@@ -39,6 +39,11 @@ def tool_model(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TOOL_TEMPLATE}))
     tokenizer = json.loads((TOKENIZER_PATH / "tokenizer.json").read_text())
     bos = tokenizer["added_tokens"][1]
+    vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    last = max(vocab, key=lambda token: int(vocab[token]))
+    tag = tokenizer["added_tokens"][0] | {"id": vocab.pop(last), "content": "<tool_call>", "special": False}
+    tokenizer["added_tokens"].append(tag)
+    assert "".join(merges.pop()).replace(" ", "") == last
     tokenizer["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [

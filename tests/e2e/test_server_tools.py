@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,6 +28,7 @@ SCHEMA = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 TIME = {"type": "function", "function": {"name": "time"}}
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ASK = [{"role": "user", "content": "How is the weather?"}]
 SAID = 'Wait. <tool_call>\n{"name": "weather", "arguments": {"day": "mon"}}\n</tool_call>'
@@ -153,13 +156,59 @@ def test_required_calls_one_of_the_tools(server: ServerUnderTest) -> None:
     assert "tool_calls" in reasons
 
 
+def test_a_strict_tool_s_arguments_are_exactly_its_own(server: ServerUnderTest, tokenizer: Tokenizer) -> None:
+    """The model is made to begin calls; what it says in them is left to it, at temperature 1."""
+    (tag,) = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    begin = {"logit_bias": {str(tag): 100}, "temperature": 1, "max_tokens": 200}
+    reasons = set()
+    for seed in range(4):
+        loose, _ = both(server, tools=[WEATHER], seed=seed, **begin)
+        assert "tool_calls" not in loose
+        message, reason = both(server, tools=[STRICT], parallel_tool_calls=False, seed=seed, **begin)
+        reasons.add(reason)
+        if reason == "tool_calls":
+            ((name, arguments),) = calls_of(message)
+            assert name == "weather"
+            assert arguments in ({"day": "mon"}, {"day": "tue"})
+            assert message["content"] is None
+        many, _ = both(server, tools=[STRICT, TIME], seed=seed, **begin)
+        for name, arguments in calls_of(many):
+            assert name == "time" or arguments in ({"day": "mon"}, {"day": "tue"})
+    assert "tool_calls" in reasons
+    # Where no call begins, text is as free as without.
+    free = {"seed": 1, "temperature": 1, "max_tokens": 20, "logit_bias": {str(tag): -100}}
+    assert both(server, tools=[STRICT], **free)[0]["content"]
+
+
+def test_openai_s_client_makes_strict_tools_and_reads_their_calls(
+    server: ServerUnderTest, tokenizer: Tokenizer
+) -> None:
+    class Forecast(pydantic.BaseModel):
+        day: Literal["mon", "tue"]
+
+    tool: Any = openai.pydantic_function_tool(Forecast)
+    assert tool["function"]["strict"]
+    (tag,) = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    ask: Any = {"model": MODEL, "messages": ASK, "tools": [tool], "max_tokens": 200}
+    ask |= {"logit_bias": {str(tag): 100}, "parallel_tool_calls": False}
+    parsed: list[object] = []
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(4):
+            with suppress(openai.LengthFinishReasonError):
+                message = client.chat.completions.parse(**ask, seed=seed).choices[0].message
+                parsed += [call.function.parsed_arguments for call in message.tool_calls or []]
+    assert parsed
+    assert all(isinstance(arguments, Forecast) for arguments in parsed)
+
+
 def test_what_excludes_each_other(server: ServerUnderTest) -> None:
     base = {"model": MODEL, "messages": ASK, "tools": [WEATHER]}
     for more in (
         {"response_format": {"type": "json_object"}},
         {"tool_choice": "required", "forced_token_ids": [5]},
         {"tool_choice": {"type": "function", "function": {"name": "other"}}},
-        {"tools": [{"type": "function", "function": WEATHER["function"] | {"strict": True}}]},
+        {"tools": [STRICT], "forced_token_ids": [5]},
+        {"tools": [STRICT], "response_format": {"type": "json_object"}},
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "nonsense"}}}],
          "tool_choice": "required"},
     ):  # fmt: skip

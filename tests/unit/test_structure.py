@@ -159,6 +159,67 @@ def test_a_mask_depends_on_the_output_alone():
         assert allowed_ids(masks.allowed(one, output)) == allowed_ids(fresh)
 
 
+CALL = {
+    "type": "object",
+    "properties": {"name": {"enum": ["f"]}, "arguments": {"type": "object", "maxProperties": 0}},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+def calls(most: int | None = None) -> str:
+    return json.dumps({"open": "<tool_call>", "close": "</tool_call>", "call": CALL, "most": most})
+
+
+def texts_after(masks: Structures, spec: str, text: str) -> set[str]:
+    """Which of the bytes of ASCII, and "EOS", may follow `text`."""
+    mask = masks.allowed(sequence("tool_calls", spec), ids_of(text))
+    assert mask is not None
+    allowed = {chr(code) for code in range(33, 127) if mask[ids_of(chr(code))[0]]}
+    return allowed | ({"EOS"} if mask[2] else set())
+
+
+def test_text_is_free_until_a_call_begins_which_is_then_forced():
+    masks, any_text = structures(), {chr(code) for code in range(33, 127)} | {"EOS"}
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for text in ("", "a < b, <tool_cal", call, f"so: {call}\nand", f"{call}{call} <tool"):
+        assert texts_after(masks, calls(), text) == any_text, text
+    for text, follows in (
+        ("<tool_call>", "{"),
+        ("so <tool_call>\n{", '"'),
+        (f'{call}<tool_call>{{"name": "', "f"),
+        ('<tool_call>{"name": "f", "arguments": {', "}"),
+        ('<tool_call>{"name": "f", "arguments": {}}', "<"),
+    ):
+        assert texts_after(masks, calls(), text) == {follows}, text
+    assert texts_after(masks, calls(most=1), f"so {call}") == {"EOS"}
+    assert texts_after(masks, calls(most=1), "so") == any_text
+
+
+def test_tags_that_are_special_tokens_begin_and_end_calls_too(tmp_path: Path):
+    file = json.loads(TOKENIZER_FILE.read_text())
+    for index, tag in enumerate(("<tool_call>", "</tool_call>")):
+        file["added_tokens"].append(file["added_tokens"][0] | {"id": VOCAB_SIZE + index, "content": tag})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    masks = Structures(
+        tmp_path / "tokenizer.json", vocab_size=VOCAB_SIZE + 2, eos_token_ids=frozenset({0, 2})
+    )
+    one = sequence("tool_calls", calls())
+    begin, end = VOCAB_SIZE, VOCAB_SIZE + 1
+
+    def allowed(output: list[int]) -> list[int]:
+        mask = masks.allowed(one, output)
+        assert mask is not None
+        return np.flatnonzero(mask).tolist()
+
+    assert {begin, *ids_of("a")} <= set(allowed([]))
+    body = ids_of('{"name": "f", "arguments": {}}')
+    assert not {begin, end, *ids_of("a")} & set(allowed([begin]))
+    assert end in allowed([begin, *body])
+    assert {begin, 2} <= set(allowed([begin, *body, end]))
+    assert not {begin, end, *ids_of("a")} & set(allowed(ids_of("<tool_call>")))
+
+
 def test_output_outside_of_the_structure_is_an_error():
     with pytest.raises(ValueError, match="regex that can be enforced"):
         structures().allowed(sequence("regex", "abc"), ids_of("x"))

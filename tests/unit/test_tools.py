@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from firstdiff.engine.openai_fields import ApiError, Fields
 from firstdiff.engine.openai_limits import Limits
 from firstdiff.engine.openai_messages import parse_messages, uses_tools
+from firstdiff.engine.structure import check_structure
 from firstdiff.engine.tools import CallDelta, ToolParser, Tools, parse_tools
 
 LIMITS = Limits(models=("m",), vocab_size=100, max_model_len=64, max_tools=3)
@@ -148,21 +149,78 @@ def test_structures_behind_choices() -> None:
     ]
 
 
-def test_definitions_of_schemas_move_to_the_root() -> None:
-    def tool(name: str, meaning: str) -> dict[str, Any]:
-        schema = {
-            "type": "object",
-            "properties": {"a": {"$ref": "#/$defs/A"}},
-            "$defs": {"A": {"type": meaning}},
-        }
-        return {"type": "function", "function": {"name": name, "parameters": schema}}
+NODE = {
+    "$id": "urn:node",
+    "type": "object",
+    "properties": {
+        "next": {"$ref": "#"},
+        "default": {"$ref": "#/$defs/A"},
+        "$id": {"const": {"$ref": "#"}},
+    },
+    "$defs": {"A": {"type": "string", "default": {"$ref": "#"}}},
+}
 
-    parsed = tools(tools=[tool("a", "string"), tool("b", "string")], tool_choice="required")
-    structure = parsed.structure(LIMITS)
+
+def node(root: str) -> dict[str, Any]:
+    """NODE with its references counted from `root`."""
+    moved = NODE | {
+        "properties": {
+            "next": {"$ref": root},
+            "default": {"$ref": f"{root}/$defs/A"},
+            "$id": {"const": {"$ref": "#"}},
+        }
+    }
+    return {key: value for key, value in moved.items() if key != "$id"}
+
+
+def tool(name: str, parameters: object = None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
+
+
+def test_references_in_a_tool_s_schema_keep_their_meaning() -> None:
+    """Two tools may mean different things by one name, and each by `#` itself."""
+    other = {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object"}}}
+    structure = tools(tools=[tool("a", NODE), tool("b", other)], tool_choice="required").structure(LIMITS)
     assert structure is not None
-    assert json.loads(structure.spec)["$defs"] == {"A": {"type": "string"}}
-    with pytest.raises(ApiError, match="one meaning"):
-        tools(tools=[tool("a", "string"), tool("b", "number")], tool_choice="required").structure(LIMITS)
+    schema = json.loads(structure.spec)
+    assert schema["$defs"]["tool0"] == node("#/$defs/tool0")
+    assert schema["$defs"]["tool1"] == other | {"$ref": "#/$defs/tool1/$defs/A"}
+    arguments = [call["properties"]["arguments"] for call in schema["items"]["anyOf"]]
+    assert arguments == [{"$ref": "#/$defs/tool0"}, {"$ref": "#/$defs/tool1"}]
+    check_structure(structure)
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"items": deep}
+    with pytest.raises(ApiError, match="at most 128 levels"):
+        tools(tools=[tool("a", deep)], tool_choice="required").structure(LIMITS)
+
+
+def test_strict_tools_are_held_to_their_schema_where_the_model_may_choose() -> None:
+    def spec(**fields: Any) -> Any:
+        structure = tools(tools=[tool("a", NODE, strict=True), TIME], **fields).structure(LIMITS)
+        assert structure is not None
+        assert structure.kind == "tool_calls"
+        check_structure(structure)
+        return json.loads(structure.spec)
+
+    free = spec()
+    assert (free["open"], free["close"], free["most"]) == ("<tool_call>", "</tool_call>", None)
+    assert spec(parallel_tool_calls=False)["most"] == 1
+    a, time = (call["properties"] for call in free["call"]["anyOf"])
+    assert (a["name"]["enum"], a["arguments"]) == (["a"], {"$ref": "#/$defs/tool0"})
+    # What is not strict is a call of a known tool, with whatever arguments.
+    assert (time["name"]["enum"], time["arguments"]) == (["time"], {"type": "object"})
+    assert free["call"]["$defs"] == {"tool0": node("#/$defs/tool0")}
+    odd = {"type": "object", "uniqueItems": True}
+    loose = tools(tools=[tool("a", {"type": "object"}, strict=True), tool("b", odd)]).structure(LIMITS)
+    assert loose is not None
+    check_structure(loose)
+    strict = tools(tools=[tool("b", odd, strict=True)]).structure(LIMITS)
+    assert strict is not None
+    with pytest.raises(ValueError, match="uniqueItems"):
+        check_structure(strict)
+    assert tools(tools=[tool("a", strict=True)], tool_choice="none").structure(LIMITS) is None
+    assert tools(tools=[tool("a", strict=False)]).structure(LIMITS) is None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +235,7 @@ def test_definitions_of_schemas_move_to_the_root() -> None:
         {"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]},
         {"tools": [TIME, TIME]},
         {"tools": [TIME] * 4},
-        {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
+        {"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]},
         {"tool_choice": "always"},
         {"tool_choice": {"type": "function", "function": {"name": "nobody"}}},
         {"tool_choice": {"type": "function"}},
