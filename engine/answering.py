@@ -123,7 +123,6 @@ class Answerer:
                     [*prompt, *target],
                     ask.sampling(len(prompt), len(target), self._limits),
                     ask.queueing,
-                    place=(index % ask.per_prompt, ask.per_prompt),
                 ),
                 IncrementalDetokenizer(self._tokenizer, prompt),
             )
@@ -185,7 +184,6 @@ class Answerer:
                             ids,
                             sampling,
                             ask.queueing,
-                            place=(choice_index, ask.n),
                         ),
                         IncrementalDetokenizer(self._tokenizer, ids, skip_special_tokens=skip_special),
                         echo=echo,
@@ -279,11 +277,7 @@ def _choice_id(request_id: str, index: int, num_choices: int) -> str:
     return request_id if num_choices == 1 else f"{request_id}-{index}"
 
 
-def _engine_request(
-    request_id: str, ids: list[int], sampling: Sampling, queueing: Queueing, *, place: tuple[int, int]
-) -> EngineRequest:
-    """`place` is (index, count) among those of one prompt, of which the first goes ahead."""
-    index, count = place
+def _engine_request(request_id: str, ids: list[int], sampling: Sampling, queueing: Queueing) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=ids,
@@ -291,6 +285,4 @@ def _engine_request(
         priority=queueing.priority,
         cache_salt=queueing.cache_salt,
         use_prefix_cache=queueing.use_prefix_cache,
-        num_followers=0 if index else count - 1,
-        is_follower=index > 0,
     )

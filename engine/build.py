@@ -37,7 +37,7 @@ from firstdiff.tracing.records import Identity
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KV_CACHE_BYTES_MAX = 2 << 30
-"""Ceiling of the default cache size; `--num-blocks` goes beyond it."""
+"""Ceiling of the default cache size; one whole context and `--num-blocks` go beyond it."""
 
 
 @dataclass(frozen=True, slots=True)

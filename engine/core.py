@@ -3,8 +3,8 @@
 Owns: the loop (take commands, step, send rows), the life of the core process. Refuses to know: HTTP, text,
 who reads the rows. Invariants: the loop waits only for commands, and only when there is no work; it never
 waits for a reader (the outgoing queue has no limit of its own: what is in flight is bounded by
-`max_num_seqs + max_num_waiting` requests and their followers); every row emitted is sent, in order, one
-message a step; the process ends with its parent.
+`max_num_seqs + max_num_waiting` requests); every row emitted is sent, in order, one message a step; the
+process ends with its parent.
 
 Usage: `python -m firstdiff.engine.core ENDPOINT CONFIG_JSON PARENT_PID` (started by ProcessCore).
 """

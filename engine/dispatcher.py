@@ -40,11 +40,21 @@ Delivery = PromptLogprobsRow | TokenRow | EngineRequestRow | Rejected
 class Mailbox:
     """What came for one HTTP request and was not taken yet."""
 
-    __slots__ = ("_deliveries", "_waiter", "group_id", "is_aborted", "is_overflowing", "request_ids")
+    __slots__ = (
+        "_deliveries",
+        "_waiter",
+        "group_id",
+        "is_aborted",
+        "is_overflowing",
+        "request_ids",
+        "unsubmitted_ids",
+    )
 
     def __init__(self, group_id: str, request_ids: frozenset[str]) -> None:
         self.group_id = group_id
         self.request_ids = request_ids
+        self.unsubmitted_ids = set(request_ids)
+        """Those for which the core may keep a place."""
         self.is_aborted = False
         """Whether somebody asked for the end of all its requests."""
         self.is_overflowing = False
@@ -145,13 +155,16 @@ class Dispatcher:
         now_ns = self._clock.now_ns()
         for request in requests:
             assert request.request_id in mailbox.request_ids
+            mailbox.unsubmitted_ids.discard(request.request_id)
             self._in_flight[request.request_id] = _InFlight(request, mailbox, now_ns)
             self._core.add(request)
 
     def close(self, mailbox: Mailbox) -> None:
-        """The answer has ended; what of it still runs is aborted."""
+        """The answer has ended; what of it still runs is aborted, what it kept free is given up."""
         for request_id in mailbox.request_ids:
             self.abort(request_id, reason="abort")
+            if request_id in mailbox.unsubmitted_ids and self.failure is None:
+                self._core.abort(request_id, reason="abort")
             del self._mailboxes[request_id]
         self._group_ids.remove(mailbox.group_id)
         if not self._group_ids:

@@ -40,8 +40,8 @@ TOKEN_ID_MAX = (1 << 31) - 1
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is asked: token ids in, sampling as resolved; the rest as in Sequence.
 
-    A request that others will follow, which share its prompt, is taken only where there is room for all;
-    its followers then always are.
+    `follower_ids` are requests that will be added later: this one is taken only where there is room for
+    all, and they have their places from then on, until each is added or aborted.
     """
 
     request_id: str
@@ -50,8 +50,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     use_prefix_cache: bool = True
-    num_followers: int = 0
-    is_follower: bool = False
+    follower_ids: tuple[str, ...] = ()
 
 
 class QueueFullError(ValueError):
@@ -87,6 +86,8 @@ class LLMEngine:
         self._emit = emit
         self._clock = clock
         self._num_requests_max = config.max_num_seqs + config.max_num_waiting
+        self._awaited: set[str] = set()
+        """Followers that have a place and were not added yet."""
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +113,7 @@ class LLMEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request; ValueError when it can never run, QueueFullError when it cannot run now.
 
-        At most `max_num_seqs + max_num_waiting` requests are in flight, and late followers beside them.
+        At most `max_num_seqs + max_num_waiting` requests are in flight or have a place kept for them.
         """
         prompt = request.prompt_token_ids
         if not prompt:
@@ -121,17 +122,18 @@ class LLMEngine:
             raise ValueError(
                 f"expected prompt token ids in 0..{TOKEN_ID_MAX}, got {min(prompt)}..{max(prompt)}"
             )
-        if request.num_followers >= self._num_requests_max:
+        num_wanted = 1 + len(request.follower_ids)
+        if num_wanted > self._num_requests_max:
             raise ValueError(
-                f"expected at most {self._num_requests_max} answers to a prompt, as may be in flight, got "
-                f"{1 + request.num_followers}: ask for fewer or raise --max-num-waiting"
+                f"expected at most {self._num_requests_max} answers to a request, as may be in flight, got "
+                f"{num_wanted}: ask for fewer or raise --max-num-waiting"
             )
+        num_free = self._num_requests_max - self.scheduler.num_sequences - len(self._awaited)
         # Refusing a follower would end an answer that has begun.
-        num_free = self._num_requests_max - self.scheduler.num_sequences
-        if num_free <= request.num_followers and not request.is_follower:
+        if num_free < num_wanted and request.request_id not in self._awaited:
             raise QueueFullError(
-                f"expected room for {1 + request.num_followers} more of {self._num_requests_max} requests in "
-                f"flight, got {max(0, num_free)}: try again later or raise --max-num-waiting"
+                f"expected room for {num_wanted} more of {self._num_requests_max} requests in "
+                f"flight, got {num_free}: try again later or raise --max-num-waiting"
             )
         self.scheduler.add(
             Sequence(
@@ -144,13 +146,17 @@ class LLMEngine:
                 use_prefix_cache=request.use_prefix_cache,
             )
         )
+        self._awaited.discard(request.request_id)
+        self._awaited.update(request.follower_ids)
 
     def abort(self, request_id: str, *, reason: FinishReason = "abort") -> bool:
         """End a request now, blocks freed; False when it is not in flight.
 
         Emits its EngineRequestRow, then a LoadRow. `reason` "stop" is a stop string that the caller saw,
-        "abort" a caller that lost interest.
+        "abort" a caller that lost interest. The place of a follower that will not be added is given up,
+        which emits nothing.
         """
+        self._awaited.discard(request_id)
         sequence = self.scheduler.abort(request_id)
         if sequence is None:
             return False

@@ -2,9 +2,10 @@
 
 Owns: the choices of one request from submission to the ledger's last stamp. Refuses to know: JSON, sockets.
 Invariants: the choices of a prompt after its first are submitted when the first has its first token, so that
-they find the prompt computed; what came before a failure is given out before the failure is raised; a choice
-that met its stop string is ended in the engine; after `close`, however the handler left, nothing of the
-request runs in the engine and every choice the engine took is in the ledger.
+they find the prompt computed; when the engine has taken the first choice, it has room for all others; what
+came before a failure is given out before the failure is raised; a choice that met its stop string is ended
+in the engine; after `close`, however the handler left, nothing of the request runs in the engine or has a
+place there, and every choice the engine took is in the ledger.
 
 Usage: `async for batch in generation.batches(): ...`, and in a finally `generation.close()`.
 """
@@ -12,6 +13,8 @@ Usage: `async for batch in generation.batches(): ...`, and in a finally `generat
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+
+import msgspec
 
 from firstdiff.engine.choice import Choice, Piece
 from firstdiff.engine.dispatcher import Delivery, Dispatcher
@@ -82,7 +85,12 @@ class Generation:
                 self._ledger.end(stamps, text=choice.text, flushed_ns=flushed_ns)
 
     def _submit(self, choices: Sequence[Choice]) -> None:
-        self._dispatcher.submit(self._mailbox, [choice.request for choice in choices])
+        requests = [choice.request for choice in choices]
+        if not self._submitted:
+            # The first keeps places for all others: none can be refused once one has begun.
+            others = [choice.request.request_id for choice in self._choices[1:]]
+            requests[0] = msgspec.structs.replace(requests[0], follower_ids=tuple(others))
+        self._dispatcher.submit(self._mailbox, requests)
         self._submitted.update(choice.request.request_id for choice in choices)
 
     def _follow(self, deliveries: list[Delivery]) -> tuple[Batch, ApiError | None]:

@@ -34,7 +34,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End this request now and free its blocks; nothing happens when it has already ended."""
+    """End this request now and free its blocks, or the place kept for it; nothing when it has ended."""
 
     request_id: str
     reason: FinishReason

@@ -6,9 +6,11 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -118,8 +120,10 @@ def test_usage_names_cached_tokens_however_the_answer_ends(server: ServerUnderTe
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     text = server.post(COMPLETIONS, **body)["choices"][0]["text"]
     for more in ({}, {"stop": [text[1:3]]}, {"stop": [text[0]]}):
-        usage = server.post(COMPLETIONS, **body, **more)["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, more
+        whole = server.post(COMPLETIONS, **body, **more)["usage"]
+        assert whole["prompt_tokens_details"]["cached_tokens"] > 0, more
+        events = server.events(COMPLETIONS, **body, **more, stream_options={"include_usage": True})
+        assert events[-1]["usage"] == whole, more
 
 
 def test_a_context_is_no_longer_than_the_cache() -> None:
@@ -145,36 +149,64 @@ def running(script: Script, server: ServerUnderTest, count: int) -> None:
 
 def test_an_answer_that_has_begun_keeps_its_places_in_the_queue() -> None:
     script = Script(spell("word "))
+    ask = {"model": MODEL, "max_tokens": 2}
     with (
-        scripted_server(script, max_num_seqs=1, max_num_waiting=2) as server,
+        scripted_server(script, max_num_seqs=1, max_num_waiting=4) as server,
         ThreadPoolExecutor(4) as pool,
     ):
         script.gate.clear()
-        many = pool.submit(server.post, COMPLETIONS, prompt="a", n=3, max_tokens=2)
-        running(script, server, 1)
-        others = [pool.submit(server.post, COMPLETIONS, prompt="b", max_tokens=2)]
+        # Two prompts with two choices each: four places, of which two are in use until the first tokens.
+        many = pool.submit(server.post, COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=2)
         running(script, server, 2)
-        two = pool.submit(server.request, "POST", COMPLETIONS, {"model": MODEL, "prompt": "c", "n": 2})
+        other = pool.submit(server.post, COMPLETIONS, prompt="b", max_tokens=2)
         running(script, server, 3)
-        others.append(pool.submit(server.post, COMPLETIONS, prompt="d", max_tokens=2))
+        late = pool.submit(server.request, "POST", COMPLETIONS, ask | {"prompt": "c"})
         running(script, server, 4)
         script.gate.set()
-        assert two.result(20)[0] == 429
-        assert len(many.result(20)["choices"]) == 3
-        assert all(other.result(20)["choices"] for other in others)
-        status, error = server.refusal(COMPLETIONS, {"model": MODEL, "prompt": "e", "n": 4})
+        status, headers, _ = late.result(20)
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert len(many.result(20)["choices"]) == 4
+        assert other.result(20)["choices"]
+        status, error = server.refusal(COMPLETIONS, ask | {"prompt": "e", "n": 6})
         assert (status, "as may be in flight" in error["message"]) == (400, True)
 
 
-def test_an_id_in_use_is_refused_however_many_choices_it_has() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_places_that_an_answer_did_not_come_to_use_are_free_again(leaves: bool) -> None:
+    script = Script(spell("word "))
+    with scripted_server(script, max_num_seqs=1, max_num_waiting=2) as server, ThreadPoolExecutor(1) as pool:
+        script.gate.clear()
+        body = {"model": MODEL, "prompt": "a", "n": 3, "max_tokens": 2}
+        if leaves:
+            connection = HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+            connection.request("POST", COMPLETIONS, json.dumps(body))
+            running(script, server, 1)
+            connection.close()
+        else:
+            first = pool.submit(server.request, "POST", COMPLETIONS, body, {"X-Request-Id": "mine"})
+            running(script, server, 1)
+            assert server.request("POST", "/abort", {"request_id": "mine"})[0] == 200
+        script.gate.set()
+        if not leaves:
+            assert first.result(20)[0] == 200
+        for _ in range(1000):
+            if server.running.dispatcher.num_open == server.running.dispatcher.num_in_flight == 0:
+                break
+            Event().wait(0.01)
+        # All three places are needed.
+        assert len(server.post(COMPLETIONS, prompt="b", n=3, max_tokens=2)["choices"]) == 3
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 3)])
+def test_an_id_in_use_is_refused_however_many_choices_it_has(counts: tuple[int, int]) -> None:
     script = Script(spell("word "))
     with scripted_server(script) as server, ThreadPoolExecutor(1) as pool:
         script.gate.clear()
         body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
         headers = {"X-Request-Id": "mine"}
-        first = pool.submit(server.request, "POST", COMPLETIONS, body, headers)
+        first = pool.submit(server.request, "POST", COMPLETIONS, body | {"n": counts[0]}, headers)
         running(script, server, 1)
-        status, _, raw = server.request("POST", COMPLETIONS, body | {"n": 2}, headers)
+        status, _, raw = server.request("POST", COMPLETIONS, body | {"n": counts[1]}, headers)
         assert (status, json.loads(raw)["error"]["code"]) == (400, "duplicate_request_id")
         script.gate.set()
         assert first.result(20)[0] == 200

@@ -66,7 +66,7 @@ ADMISSION: list[Edit] = [
     ("priority is read upside down", Scheduler, "add", "(sequence.priority,", "(-sequence.priority,"),
     ("the queue ignores priority", Scheduler, "add", "insort(self.waiting, sequence, key=_rank)", "self.waiting.append(sequence)"),
     ("the last that fits is refused", Scheduler, "_check", "max(max_tokens - 1, 0)", "max_tokens"),
-    ("one request too many in flight", LLMEngine, "add", "num_free <= request.num_followers", "num_free < request.num_followers"),
+    ("one request too many in flight", LLMEngine, "add", "num_free < num_wanted and", "num_free < num_wanted - 1 and"),
     ("the salt is dropped at the door", LLMEngine, "add", "cache_salt=request.cache_salt,", ""),
     ("the priority is dropped at the door", LLMEngine, "add", "priority=request.priority,", ""),
 ]

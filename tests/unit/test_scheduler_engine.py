@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import msgspec
 import pytest
 
 from firstdiff.engine.config import EngineConfig
@@ -251,29 +250,6 @@ def test_the_queue_is_full_at_its_limit_and_open_again_below_it() -> None:
     while bench.engine.has_work:
         bench.engine.step()
     assert sum(isinstance(row, EngineRequestRow) for row in bench.rows) == 6
-
-
-def test_followers_have_their_places_from_the_first_on() -> None:
-    bench = Bench(max_num_seqs=2, max_num_waiting=1)
-    sampling = Sampling(temperature=0, top_k=0, top_p=1, seed=0, max_tokens=2)
-    first = EngineRequest(request_id="a", prompt_token_ids=[5], sampling=sampling, num_followers=2)
-    bench.add("early")
-    with pytest.raises(QueueFullError, match="expected room for 3 more of 3"):
-        bench.engine.add(first)
-    bench.engine.abort("early")
-    bench.engine.add(first)
-    bench.add("between")
-    bench.add("another")
-    with pytest.raises(QueueFullError):
-        bench.add("late")
-    for request_id in ("b", "c"):
-        follower = msgspec.structs.replace(first, request_id=request_id, num_followers=0, is_follower=True)
-        bench.engine.add(follower)
-    while bench.engine.has_work:
-        bench.engine.step()
-    assert sum(isinstance(row, EngineRequestRow) for row in bench.rows) == 6
-    with pytest.raises(ValueError, match="expected at most 3 answers to a prompt"):
-        bench.engine.add(msgspec.structs.replace(first, request_id="d", num_followers=3))
 
 
 class ScriptedRunner:
