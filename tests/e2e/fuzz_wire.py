@@ -28,6 +28,8 @@ OPEN_PATHS = {"/health", "/ready", "/metrics", "/version"}
 """What a server with keys answers to anybody."""
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD", "PROPFIND"]
 MAX_ANSWER_BYTES = 4 << 20
+MAX_TARGET_BYTES = 8190
+"""aiohttp's own limit of a line."""
 Address = tuple[str, int]
 
 
@@ -51,7 +53,7 @@ class Sent:
     @property
     def is_readable(self) -> bool:
         """Whether HTTP's own parser must take it; else it may refuse it in its own words."""
-        is_known = self.method in METHODS and self.target != "*"
+        is_known = self.method in METHODS and self.target != "*" and len(self.target) <= MAX_TARGET_BYTES
         # A deflated body that ends too early stops the parser; a gzipped one only its reader.
         is_cut = "deflate" in dict(self.headers).get("Content-Encoding", "")
         return is_known and self.target.isascii() and self.spoil is None and not is_cut

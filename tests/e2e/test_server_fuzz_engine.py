@@ -110,7 +110,7 @@ RELEASE = BlockPool.release
     ("owner", "name", "defect", "found_by"),
     [
         (None, "kv-block-off-by-one", None, "again"),
-        (None, "decode-position-plus-one", None, "score_what_was_said"),
+        (None, "decode-position-plus-one", None, "again"),
         (StopMatcher, "push", lambda _, delta: (delta, None), "check_text"),
         (IncrementalDetokenizer, "finish", lambda _: "", "check_text"),
         (Structures, "allowed", lambda *_: None, "check_structure"),
