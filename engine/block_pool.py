@@ -37,7 +37,7 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
     BLAKE2b, 128 bits: stable across processes and out of reach of prompts made to collide.
     """
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return blake2b(parent + array("q", token_ids), digest_size=16).digest()
 
 
 class CachedBlock(msgspec.Struct, frozen=True):

@@ -177,15 +177,15 @@ class LLMEngine:
 
         Emits PromptLogprobsRows, TokenRows, an EngineRequestRow for each request that ended, a StepRow.
         """
-        scheduler = self.scheduler
-        started_ns = self._clock.now_ns()
+        scheduler, now_ns, emit = self.scheduler, self._clock.now_ns, self._emit
+        started_ns = now_ns()
         num_queried, num_hit = scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens
         batch = scheduler.schedule(started_ns)
         if batch is None:
             return []
-        scheduled_ns = self._clock.now_ns()
+        scheduled_ns = now_ns()
         output, error = self._execute(batch)
-        executed_ns = self._clock.now_ns()
+        executed_ns = now_ns()
         prompt_rows: list[PromptLogprobsRow] = []
         if output is None:
             rows: list[TokenRow] = []
@@ -199,13 +199,14 @@ class LLMEngine:
             finished = scheduler.commit(batch, output, executed_ns)
             rows = _token_rows(batch, output, executed_ns)
             ended = _end_rows(batch, output, finished, executed_ns) if finished else []
-        for row in (*prompt_rows, *rows, *ended):
-            self._emit(row)
-        self._emit(
+        for group in (prompt_rows, rows, ended):
+            for row in group:
+                emit(row)
+        emit(
             StepRow(
                 step_index=batch.step_index,
                 started_ns=started_ns,
-                ended_ns=self._clock.now_ns(),
+                ended_ns=now_ns(),
                 schedule_ns=scheduled_ns - started_ns,
                 execute_ns=executed_ns - scheduled_ns,
                 batch_size=len(batch.items),
@@ -294,7 +295,8 @@ def _token_rows(batch: ScheduledBatch, output: RunnerOutput, emitted_ns: int) ->
     """A row for each token that `commit` has appended to its sequence, which may be fewer than came."""
     batch_size, step_index = len(batch.items), batch.step_index
     rows: list[TokenRow] = []
-    for item, tokens in zip(batch.items, output.tokens, strict=True):
+    for index, item in enumerate(batch.items):
+        tokens = output.tokens[index]
         if not tokens:
             continue
         sequence = item.sequence

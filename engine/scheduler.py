@@ -137,10 +137,10 @@ class Scheduler:
         assert len(output.tokens) == len(batch.items)
         self._in_flight = None
         finished: Finished = []
-        for index, (item, tokens) in enumerate(zip(batch.items, output.tokens, strict=True)):
+        for index, item in enumerate(batch.items):
             reason: FinishReason | None = "error"
             if index not in output.failures:
-                reason = self._commit_item(item, tokens, batch.step_index, now_ns)
+                reason = self._commit_item(item, output.tokens[index], batch.step_index, now_ns)
             if reason is not None:
                 self._remove(item.sequence)
                 finished.append((item.sequence, reason))
@@ -220,13 +220,13 @@ class Scheduler:
             num_new = 0
             for share in shares:
                 num_new += share.num_new_blocks
-            if num_new <= self.pool.num_free_blocks:
+            num_spare = self.pool.num_free_blocks - num_new
+            if num_spare >= 0:
                 break
             self._preempt(max(self.running, key=_rank))
             num_preemptions += 1
         else:
             return num_preemptions
-        num_spare = self.pool.num_free_blocks - num_new
         for share in shares:
             sequence, num_drafts, num_new = share.sequence, share.num_drafts, share.num_new_blocks
             if num_drafts:
@@ -354,7 +354,8 @@ class Scheduler:
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Why the token just appended ends `sequence`; forced tokens end only with the last."""
-        sampling, num_output = sequence.sampling, sequence.num_output_tokens
+        sampling = sequence.sampling
+        num_output = len(sequence.token_ids) - len(sequence.prompt_token_ids)
         if sampling.forced_token_ids is None and num_output >= sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 return "stop"

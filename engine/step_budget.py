@@ -30,6 +30,8 @@ class Share(msgspec.Struct, frozen=True):
 class Step:
     """The items of a step under construction, and the budget that is left."""
 
+    __slots__ = ("budget", "decodes", "prefills", "verifications")
+
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.decodes: list[ScheduledSequence] = []
@@ -65,7 +67,9 @@ def running_shares(running: list[Sequence], budget: int, block_size: int) -> lis
     for sequence in running:
         num_after -= 1
         start = sequence.num_computed_tokens
-        num_tokens = min(len(sequence.token_ids) - start, budget - num_after)
+        num_tokens = len(sequence.token_ids) - start
+        if num_tokens > budget - num_after:
+            num_tokens = budget - num_after
         assert num_tokens > 0
         num_drafts = 0
         if sequence.draft_token_ids:

@@ -6,7 +6,7 @@ from random import Random
 
 from books import Rank
 from swarm import Swarm
-from symbolic_runner import chain, expected_answer, prompt_logprob
+from symbolic_runner import NUM_BEYOND, chain, expected_answer, prompt_logprob
 
 from firstdiff.engine.engine import EngineRequest
 from firstdiff.tracing.records import FinishReason, PromptLogprobsRow, Sampling, StepRow, TokenRow
@@ -36,7 +36,11 @@ class Client:
         self.prompt = request.prompt_token_ids
         self._hashes = chain(self.prompt, [])
         self.known_ids, self.num_expected, self.expected_reason = expected_answer(
-            self._hashes, request.sampling, vocab_size=swarm.vocab_size, eos_token_ids=swarm.eos_token_ids
+            self._hashes,
+            request.sampling,
+            vocab_size=swarm.vocab_size,
+            eos_token_ids=swarm.eos_token_ids,
+            num_beyond=NUM_BEYOND if swarm.draft_fraction else 0,
         )
         self.num_tokens = 0
         self.num_prompt_logprobs = request.sampling.prompt_logprobs_start
@@ -58,7 +62,8 @@ class Client:
         assert index < self.num_expected, "a token after the end"
         assert row.token_index == index
         assert row.token_id == self.known_ids[index], "another token than alone"
-        assert (row.step_index, row.batch_size) == (step.step_index, step.batch_size)
+        assert row.step_index == step.step_index
+        assert row.batch_size == step.batch_size
         assert step.started_ns < row.emitted_ns <= step.ended_ns
         if not index:
             self.check_prompt_logprobs_complete()
@@ -93,13 +98,14 @@ def draw_request(rng: Random, swarm: Swarm, histories: list[list[int]], request_
     prompt: list[int] = []
     if histories and draw() < swarm.shared_fraction:
         # Mostly a recent one: it may still be cached, or be computed at this moment.
-        num_recent = 5 if draw() < 0.8 else len(histories)
-        history = histories[-1 - int(draw() * min(num_recent, len(histories)))]
+        is_recent = draw() < 0.8 and len(histories) > 5
+        history = histories[-1 - int(draw() * (5 if is_recent else len(histories)))]
         cut = swarm.block_size * int(draw() * (len(history) // swarm.block_size + 2))
-        prompt = history[: max(0, cut + (-1, 0, 0, 1)[int(draw() * 4)])]
+        cut += (-1, 0, 0, 1)[int(draw() * 4)]
+        prompt = history[:cut] if cut > 0 else []
     is_short = prompt and draw() < 0.5
     num_fresh = int(draw() * 2) if is_short else 1 + int(draw() * swarm.fresh_max)
-    prompt = prompt + [byte % swarm.vocab_size for byte in rng.randbytes(num_fresh)]
+    prompt = prompt + list(rng.randbytes(num_fresh).translate(swarm.token_by_byte))
     prompt = prompt[: swarm.max_model_len + (1, 0, -1, -8, -8)[int(draw() * 5)]] or [0]
     is_salted, is_uncached = draw() < swarm.salt_fraction, draw() < swarm.uncached_fraction
     return EngineRequest(
@@ -114,14 +120,18 @@ def draw_request(rng: Random, swarm: Swarm, histories: list[list[int]], request_
 
 def draw_sampling(rng: Random, swarm: Swarm, num_prompt: int) -> Sampling:
     draw = rng.random
-    room = max(1, min(swarm.output_max, swarm.max_model_len - num_prompt))
+    room = swarm.max_model_len - num_prompt
+    if room > swarm.output_max:
+        room = swarm.output_max
+    if room < 1:
+        room = 1
     max_tokens = (1, room, 1 + int(draw() * room))[int(draw() * 3)]
     if draw() < swarm.sampleless_fraction:
         max_tokens = 0
     stops = draw() < swarm.stop_fraction
     forced: list[int] | None = None
     if max_tokens and draw() < swarm.forced_fraction:
-        forced = [byte % swarm.vocab_size for byte in rng.randbytes(max_tokens)]
+        forced = list(rng.randbytes(max_tokens).translate(swarm.token_by_byte))
     return Sampling(
         temperature=1.0,
         top_k=0,

@@ -71,14 +71,15 @@ def first_failing_seed(num_seeds: int) -> tuple[int, str] | None:
 def main() -> int:
     """Print each defect with the number of seeds needed; 1 when one is not found."""
     logging.disable(logging.CRITICAL)
-    missed = 0
+    missed = hardest = 0
     for mutant in MUTANTS.values():
         with mutant.planted():
             found = first_failing_seed(NUM_SEEDS)
         missed += found is None
         seeds, why = ("not found", "") if found is None else (f"{found[0] + 1} seeds", found[1])
+        hardest = max(hardest, NUM_SEEDS if found is None else found[0] + 1)
         print(f"{mutant.name:58} {seeds:>10}  {why}", flush=True)
-    print(f"{len(MUTANTS)} defects, {missed} not found within {NUM_SEEDS} seeds")
+    print(f"{len(MUTANTS)} defects, {missed} not found within {NUM_SEEDS} seeds; the hardest took {hardest}")
     return int(missed > 0)
 
 

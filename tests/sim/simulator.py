@@ -2,9 +2,10 @@
 
 The seed draws every setting (a swarm: most runs are extreme in some way). Each tick is checked against the
 simulator's own books; nothing here trusts the engine's account of itself. What is checked each tick: every
-read and write of KV, every row, every reference count, the number of free blocks, the order of admissions and
-preemptions, the shape of the batch. What is linear in pool and queue beyond that (`check_everything`) comes
-as often as its cost stays that of a tick: at every tick in a small pool, in proportion less in a larger one.
+read and write of KV, every row, every block (its holders, free or not, found or not), every table, the whole
+queue, the order of admissions and preemptions, the shape of the batch. Beside that `check_everything` reads
+all KV again and lets the engine check itself, once in twice as many ticks as there are blocks and requests,
+which keeps its share of the time the same in all pools; and at the end.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from batch_checks import check_batch_shape, check_need_of_preemption, check_request_row
+from batch_checks import BatchCheck, check_request_row
 from books import Books
 from clients import Client, draw_request, reuse_probes
 from swarm import Swarm, hashes_of
 from symbolic_runner import SymbolicRunner
-from trace_lines import describe_batch, describe_request, describe_rows
+from trace_lines import describe_request, describe_rows
 
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.engine import EngineRequest, LLMEngine, QueueFullError
-from firstdiff.engine.sequence import ScheduledBatch, Sequence
 from firstdiff.tracing.clock import VirtualClock
 from firstdiff.tracing.records import (
     EngineRequestRow,
@@ -36,9 +36,6 @@ from firstdiff.tracing.records import (
 )
 
 Trace = Callable[[str], None]
-
-NUM_CHECKED_AT_ONCE = 5
-"""Blocks and requests for each of which `check_everything` may skip a tick."""
 
 
 class Simulation:
@@ -55,17 +52,17 @@ class Simulation:
         self.ended: list[EngineRequestRow] = []
         self.histories: list[list[int]] = []
         self.num_ticks = 0
-        self.num_steps = 0
         self.num_unchecked_ticks = 0
-        self.books = Books(swarm.num_blocks)
+        self.books = Books(swarm.num_blocks, swarm.block_size)
+        self.batch_check = BatchCheck(self.books, self.clients, swarm, trace)
         self.runner = SymbolicRunner(
             books=self.books,
             block_size=swarm.block_size,
             vocab_size=swarm.vocab_size,
             rng=self.rng,
             clock=self.clock,
-            request_of=lambda request_id: self.clients[request_id].request,
-            check=self.check_batch,
+            clients=self.clients,
+            check=self.batch_check.see,
         )
         self.engine = LLMEngine(
             EngineConfig(
@@ -85,6 +82,12 @@ class Simulation:
             clock=self.clock,
         )
         self.scheduler = self.engine.scheduler
+        self.batch_check.running = self.scheduler.running
+
+    @property
+    def num_steps(self) -> int:
+        """Ticks with work."""
+        return self.batch_check.num_steps
 
     def run(self) -> None:
         """Safety under stress, then liveness in peace, then nothing left, then reuse as it should be."""
@@ -99,13 +102,15 @@ class Simulation:
                 self.abort()
             if draw() < swarm.reset_fraction:
                 self.reset()
-            self.propose()
+            if swarm.draft_fraction:
+                self.propose()
             self.tick()
         self.runner.error_fraction = self.runner.item_error_fraction = 0.0
         for _ in range(self.num_ticks_to_finish()):
             if not self.clients:
                 break
-            self.propose()
+            if swarm.draft_fraction:
+                self.propose()
             self.tick()
         assert not self.clients, f"not finished in peace: {self.pending()}"
         self.check_drained()
@@ -139,8 +144,9 @@ class Simulation:
         swarm, num_prompt = self.swarm, len(request.prompt_token_ids)
         self.counts["requests"] += 1
         max_tokens = request.sampling.max_tokens
+        num_computed = num_prompt + max_tokens - (max_tokens > 0)
         fits = num_prompt + max_tokens <= swarm.max_model_len
-        fits = fits and num_prompt + max(0, max_tokens - 1) <= swarm.num_blocks * swarm.block_size
+        fits = fits and num_computed <= swarm.num_blocks * swarm.block_size
         is_full = len(self.clients) >= swarm.max_num_seqs + swarm.max_num_waiting
         is_new = request.request_id not in self.clients
         assert (request.request_id in self.engine) == (not is_new)
@@ -158,7 +164,7 @@ class Simulation:
             assert fits and is_new and not is_full  # noqa: PT018
             client = Client(request, (request.priority, self.counts["requests"]), swarm)
             self.clients[request.request_id] = client
-            self.books.enqueue(client.rank, request.request_id)
+            self.books.add(client.rank, request.request_id, self.scheduler.waiting)
         self.counts[outcome] += 1
         assert not self.rows
         if self.trace is not None:
@@ -180,17 +186,17 @@ class Simulation:
         row, load = self.rows
         assert isinstance(row, EngineRequestRow)
         assert isinstance(load, LoadRow)
-        self.check_load(load)
         self.rows.clear()
         self.end(row)
         self.counts["aborts"] += 1
         self.check_accounts()
+        self.check_load(load)
 
     def reset(self) -> None:
         """Forget the prefix cache; the runner sees to it that nothing from before is found."""
         pool = self.scheduler.pool
         num_cached = pool.num_cached_blocks
-        self.counts["forgotten while held"] += bool(num_cached and self.books.num_held)
+        self.counts["forgotten while held"] += bool(num_cached and self.books.tables)
         assert self.engine.reset_prefix_cache() == num_cached
         assert pool.num_cached_blocks == 0
         self.runner.epoch += 1
@@ -202,14 +208,13 @@ class Simulation:
     def propose(self) -> None:
         """Set drafts, as a drafter would between two steps."""
         swarm, draw = self.swarm, self.rng.random
-        if not swarm.draft_fraction:
-            return
         for sequence in self.scheduler.running:
             assert not sequence.draft_token_ids
             if draw() < swarm.draft_fraction:
                 drafts = self.clients[sequence.request_id].proposal(self.rng, swarm)
                 sequence.draft_token_ids = drafts
-                self.counts["empty proposals"] += not drafts
+                if not drafts:
+                    self.counts["empty proposals"] += 1
 
     def tick(self) -> None:
         runner, had_work = self.runner, bool(self.clients)
@@ -220,26 +225,29 @@ class Simulation:
         if runner.violation is not None:
             raise runner.violation
         assert bool(self.rows) == had_work
-        rows = self.rows[:]
+        if not had_work:
+            self.check_accounts()
+            return
+        step = self.rows.pop()
+        assert isinstance(step, StepRow)
+        self.take_step(step, self.rows, returned)
         self.rows.clear()
-        if rows:
-            self.take_step(rows, returned)
         self.check_accounts()
+        self.check_load(step)
 
     def check_load(self, row: StepRow | LoadRow) -> None:
-        """What the row says is held is what is held now, so that an idle engine has said 0."""
-        assert row.num_running == len(self.scheduler.running)
-        assert row.num_waiting == len(self.scheduler.waiting)
-        assert row.num_used_blocks == self.scheduler.pool.num_used_blocks
-        assert row.num_blocks == self.swarm.num_blocks
+        """What the row says is held is what the books say by now, so that an idle engine has said 0."""
+        books = self.books
+        assert row.num_running == len(books.tables)
+        assert row.num_waiting == len(books.queue)
+        assert row.num_used_blocks == len(books.held) - len(books.free)
+        assert row.num_blocks == len(books.held)
 
-    def take_step(self, rows: list[Row], returned: list[TokenRow]) -> None:
-        batch, step = self.runner.last_batch, rows[-1]
+    def take_step(self, step: StepRow, rows: list[Row], returned: list[TokenRow]) -> None:
+        batch = self.runner.last_batch
         assert batch is not None
-        assert isinstance(step, StepRow)
         assert step.step_index == batch.step_index
         assert step.batch_size == len(batch.items)
-        self.check_load(step)
         assert step.started_ns < step.ended_ns <= self.clock.now_ns()
         counts = self.counts
         if step.num_preemptions:
@@ -247,31 +255,32 @@ class Simulation:
         if step.num_prefix_queried_tokens:
             counts["queried tokens"] += step.num_prefix_queried_tokens
             counts["hit tokens"] += step.num_prefix_hit_tokens
-        counts["runner errors"] += self.runner.failed
+        if self.runner.failed:
+            counts["runner errors"] += 1
         if self.trace is not None:
             self.trace(describe_rows(rows))
-        kind, clients, tokens = 0, self.clients, []
-        for row in rows[:-1]:
-            before = kind
+        clients, tokens, has_ended = self.clients, [], False
+        for row in rows:
             if type(row) is TokenRow:
-                kind = 1
+                assert not has_ended, "a token after an end"
                 clients[row.request_id].take_token(row, step)
                 tokens.append(row)
             elif type(row) is PromptLogprobsRow:
+                assert not tokens, "a prompt row after a token"
+                assert not has_ended, "a prompt row after an end"
                 clients[row.request_id].take_prompt_logprobs(row)
                 counts["prompt log-probabilities"] += len(row.logprobs)
             else:
                 assert isinstance(row, EngineRequestRow)
-                kind = 2
+                has_ended = True
                 self.end(row)
-            assert kind >= before, "prompt rows, then tokens, then ends"
         assert tokens == returned
         assert not (tokens and self.runner.failed)
 
     def end(self, row: EngineRequestRow) -> None:
         """A request is over: for the reason that the books know, with the tokens that they know."""
         client = self.clients.pop(row.request_id)
-        was_queued = self.books.dequeue(client.rank, row.request_id)
+        was_queued = self.books.end(client.rank, row.request_id)
         request = client.request
         assert row.prompt_token_ids == request.prompt_token_ids
         assert row.sampling == request.sampling
@@ -298,63 +307,24 @@ class Simulation:
         self.counts["chunked prefills"] += len(row.prefill_chunks) > 1 + row.num_preemptions
         self.ended.append(row)
 
-    def check_batch(self, batch: ScheduledBatch) -> None:
-        """What the runner may rely on, before it runs, and who came and went for it."""
-        running, books, clients = self.scheduler.running, self.books, self.clients
-        assert batch.step_index == self.num_steps
-        self.num_steps += 1
-        assert len(batch.items) == len(running)
-        check_batch_shape(batch, self.swarm)
-        pushed_out = books.not_in(running) if batch.num_preemptions else []
-        assert batch.num_preemptions == len(pushed_out)
-        if self.trace is not None:
-            self.trace(describe_batch(batch, pushed_out))
-        if pushed_out:
-            self.take_pushed_out(batch, pushed_out)
-        admitted = books.before_step(running)
-        assert not (admitted and pushed_out), "no room, yet admitted"
-        for sequence in admitted:
-            client = clients[sequence.request_id]
-            assert books.queue.pop(0) == (client.rank, sequence.request_id), "overtook a better rank"
-            if client.num_cached_tokens is None:
-                client.num_cached_tokens = sequence.num_computed_tokens
-
-    def take_pushed_out(self, batch: ScheduledBatch, pushed_out: list[Sequence]) -> None:
-        """The worst ranks went, and there was no room for the best of them even without drafts."""
-        books, clients = self.books, self.clients
-        kept = max(clients[item.sequence.request_id].rank for item in batch.items)
-        by_rank = sorted((clients[sequence.request_id].rank, sequence) for sequence in pushed_out)
-        assert kept < by_rank[0][0], "a better rank was pushed out"
-        for rank, sequence in reversed(by_rank):
-            num_blocks = len(books.tables[sequence])
-            num_released = books.drop(sequence)
-            clients[sequence.request_id].num_preemptions += 1
-            books.enqueue(rank, sequence.request_id)
-        check_need_of_preemption(batch, by_rank[0][1], num_blocks, num_released, books, self.swarm)
-
     def check_accounts(self) -> None:
-        """Each block held or free, each request in flight known to both sides."""
+        """Each block held, free or cached, each request in flight, as the books say."""
         scheduler, books = self.scheduler, self.books
         books.after_step(scheduler.running)
-        books.check(scheduler.pool)
-        num_in_flight = len(self.clients)
-        num_waiting = len(scheduler.waiting)
-        assert len(scheduler.running) + num_waiting == num_in_flight == self.engine.num_requests
-        assert num_waiting == len(books.queue)
+        books.check(scheduler)
         self.num_unchecked_ticks += 1
-        num_objects = num_in_flight + self.swarm.num_blocks
-        if self.num_unchecked_ticks * NUM_CHECKED_AT_ONCE >= num_objects:
+        if self.num_unchecked_ticks > 2 * (len(books.held) + len(books.in_flight)):
             self.num_unchecked_ticks = 0
             self.check_everything()
 
     def check_everything(self) -> None:
-        """All blocks, all slots, the whole queue."""
+        """All slots, and all that the engine knows of itself."""
         scheduler = self.scheduler
         scheduler.check_integrity()
         self.runner.check_all(scheduler.running)
-        assert [s.request_id for s in scheduler.waiting] == [entry[1] for entry in self.books.queue]
-        in_flight = {s.request_id for s in (*scheduler.running, *scheduler.waiting)}
-        assert in_flight == self.clients.keys()
+        assert self.clients.keys() == self.books.in_flight.keys()
+        assert scheduler.pool.num_free_blocks == len(self.books.free)
+        assert self.engine.num_requests == len(self.clients)
 
     def check_drained(self) -> None:
         """Nothing held, nothing owed, sums that agree."""

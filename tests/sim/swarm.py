@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
@@ -48,6 +48,8 @@ class Swarm:
     draft_max: int
     fresh_max: int
     output_max: int
+    token_by_byte: bytes = field(repr=False)
+    """For each of 256 bytes a token of the vocabulary."""
 
     @classmethod
     def draw(cls, rng: Random) -> Swarm:
@@ -89,6 +91,7 @@ class Swarm:
             draft_max=rng.choice([1, 3, 9]),
             fresh_max=3 if grows else rng.choice([1, block_size + 1, max_model_len // 2, max_model_len]),
             output_max=200 if grows else rng.choice([1, 4, 40]),
+            token_by_byte=(bytes(range(vocab_size)) * 256)[:256],
         )
 
 

@@ -10,8 +10,9 @@ the simulator's own books, and the books assert that a table only grows. `check_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
+from typing import Protocol
 
 from books import Books
 
@@ -28,10 +29,8 @@ NUM_BEYOND = 3
 def chain(token_ids: Iterable[int], hashes: list[int]) -> list[int]:
     """`hashes` extended by the hash of each prefix that ends with one of `token_ids`."""
     last = hashes[-1] if hashes else 0
-    for token_id in token_ids:
-        # Tuples of integers hash to the same 64 bits in every process.
-        last = hash((last, token_id))
-        hashes.append(last)
+    # Tuples of integers hash to the same 64 bits in every process.
+    hashes += [last := hash((last, token_id)) for token_id in token_ids]
     return hashes
 
 
@@ -49,32 +48,43 @@ def prompt_logprob(prefix_hash: int) -> float:
 
 
 def expected_answer(
-    hashes: list[int], sampling: Sampling, *, vocab_size: int, eos_token_ids: frozenset[int]
+    hashes: list[int],
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    num_beyond: int,
 ) -> tuple[list[int], int, FinishReason]:
     """What a request must get, alone or in any company, after a prompt of these prefix hashes.
 
-    Tokens up to NUM_BEYOND beyond the end, how many of them count, and the reason of the end.
+    Tokens up to `num_beyond` beyond the end, how many of them count, and the reason of the end.
     """
     last, seed, forced = hashes[-1], sampling.seed, sampling.forced_token_ids
     token_ids: list[int] = []
     num_kept = sampling.max_tokens
-    num_tokens = num_kept + NUM_BEYOND if num_kept else 0
     ends = (
         set(sampling.stop_token_ids) if sampling.ignore_eos else eos_token_ids.union(sampling.stop_token_ids)
     )
     if forced is not None:
-        return forced + [0] * NUM_BEYOND, num_kept, "length"
+        return forced + [0] * num_beyond, num_kept, "length"
     reason: FinishReason = "length"
-    num_least, num_left = max(sampling.min_tokens, 1), num_tokens
-    while num_left:
+    for index in range(1, num_kept + 1):
         token = hash((seed, last)) % vocab_size
         last = hash((last, token))
         token_ids.append(token)
-        num_left -= 1
-        if token in ends and reason == "length" and num_least <= len(token_ids) <= num_kept:
-            num_kept, reason = len(token_ids), "stop"
-            num_left = NUM_BEYOND
+        if token in ends and index >= sampling.min_tokens:
+            num_kept, reason = index, "stop"
+            break
+    for _ in range(num_beyond if num_kept else 0):
+        token_ids.append(hash((seed, last)) % vocab_size)
+        last = hash((last, token_ids[-1]))
     return token_ids, num_kept, reason
+
+
+class Asker(Protocol):
+    """Whoever stands behind a request in flight."""
+
+    request: EngineRequest
 
 
 class InjectedError(RuntimeError):
@@ -111,7 +121,7 @@ class SymbolicRunner:
         vocab_size: int,
         rng: Random,
         clock: VirtualClock,
-        request_of: Callable[[str], EngineRequest],
+        clients: Mapping[str, Asker],
         check: Callable[[ScheduledBatch], None],
     ) -> None:
         num_blocks = len(books.held)
@@ -132,7 +142,7 @@ class SymbolicRunner:
         self._vocab_size = vocab_size
         self._rng = rng
         self._clock = clock
-        self._request_of = request_of
+        self._clients = clients
         self._check = check
 
     def execute(self, batch: ScheduledBatch) -> RunnerOutput:
@@ -153,26 +163,28 @@ class SymbolicRunner:
             self._compare(sequence, self._contexts[sequence].hashes, 0, sequence.num_computed_tokens)
 
     def _run(self, batch: ScheduledBatch) -> RunnerOutput:
-        step_index = batch.step_index
+        items, step_index = batch.items, batch.step_index
         # All reads of earlier KV come first: no item may lean on what another writes in this step.
-        contexts = [self._read(item, step_index) for item in batch.items]
+        contexts = []
+        for item in items:
+            contexts.append(self._read(item, step_index))
         if self.failed:
-            num_written = self._rng.randrange(len(batch.items))
-            for item, context in zip(batch.items[:num_written], contexts, strict=False):
-                self._write(item, context)
+            for index in range(self._rng.randrange(len(items))):
+                self._write(items[index], contexts[index])
             return self._misbehave(batch)
         tokens: list[list[SampledToken]] = []
         prompt_logprobs: dict[int, list[SampledToken]] = {}
         failures: dict[int, str] = {}
-        for item, context in zip(batch.items, contexts, strict=True):
+        for index, item in enumerate(items):
+            context = contexts[index]
             self._write(item, context)
             if self.item_error_fraction and self._rng.random() < self.item_error_fraction:
-                failures[len(tokens)] = "NaN as asked"
+                failures[index] = "NaN as asked"
                 self.failures.add(item.sequence.request_id)
                 tokens.append([])
                 continue
             if item.sequence.sampling.prompt_logprobs is not None:
-                prompt_logprobs[len(tokens)] = _prompt_entries(item, context)
+                prompt_logprobs[index] = _prompt_entries(item, context)
             tokens.append(self._sample(item, context) if item.samples else [])
         return RunnerOutput(tokens, prompt_logprobs, failures)
 
@@ -182,9 +194,9 @@ class SymbolicRunner:
         context = self._contexts.get(sequence)
         if context is None:
             context = self._contexts[sequence] = Context()
-        assert context.step_index != step_index, "twice in one batch"
         # Who was not in the last step has been admitted since.
         if context.step_index != step_index - 1:
+            assert context.step_index != step_index, "twice in one batch"
             self._admit(sequence, context, start)
         context.step_index = step_index
         assert context.num_verified == start, "reads what it never computed"
@@ -204,7 +216,7 @@ class SymbolicRunner:
 
     def _admit(self, sequence: Sequence, context: Context, start: int) -> None:
         """Compare all that the cache gave, by content and by who may share it."""
-        request = self._request_of(sequence.request_id)
+        request = self._clients[sequence.request_id].request
         context.tag = (self.epoch, request.cache_salt)
         context.num_verified = start
         if not start:
@@ -233,12 +245,17 @@ class SymbolicRunner:
         end = position + item.num_scheduled_tokens
         while position < end:
             block, offset = table[position // size], position % size
-            num_slots = min(size - offset, end - position)
             assert held[block] == 1, f"writes to block {block}, held by {held[block]}"
             if offset:
                 assert self._tags[block] == context.tag
             else:
                 self._tags[block] = context.tag
+            num_slots = end - position
+            if num_slots == 1:
+                kv[block][offset] = hashes[position]
+                break
+            if num_slots > size - offset:
+                num_slots = size - offset
             kv[block][offset : offset + num_slots] = hashes[position : position + num_slots]
             position += num_slots
         context.num_verified = end

@@ -21,7 +21,7 @@ NUM_SEEDS = int(os.environ.get("FIRSTDIFF_SIM_SEEDS", "2000"))
 NUM_AT_ONCE = 50
 NUM_FRESH_SEEDS = 200
 MIN_TICKS_A_SECOND = 4000
-"""A fifth of what a quiet core does: this is to notice a check that got slow, not a busy machine."""
+"""A sixth of what a quiet core does: this is to notice a check that got slow, not a busy machine."""
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, NUM_AT_ONCE))

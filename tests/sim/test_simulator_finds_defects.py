@@ -46,16 +46,26 @@ def test_a_harmless_change_is_not_flagged(mutant: Mutant) -> None:
     [
         lambda pool: pool._ref_counts.__setitem__(0, 7),
         lambda pool: pool._free.popitem(),
+        # As many are free as before, but not the same.
+        lambda pool: pool._free.update({pool._ref_counts.index(1): pool._free.popitem()[1]}),
         lambda pool: pool._block_by_hash.__setitem__(b"nothing", 0),
         lambda pool: pool._cached.__setitem__(0, None) if pool._cached[0] else pool._free.popitem(),
     ],
 )
-def test_spoilt_books_are_noticed_at_the_next_full_check(spoil) -> None:
-    simulation = Simulation(2)
+def test_spoilt_books_are_noticed_at_once(spoil) -> None:
+    """By what each tick ends with, and by the full check."""
+    simulation = Simulation(4)
     for _ in range(10):
         simulation.add(simulation.draw_request())
         simulation.tick()
+    while not simulation.books.tables:
+        simulation.add(simulation.draw_request())
+        simulation.tick()
     simulation.check_everything()
+    simulation.num_unchecked_ticks = -1000
+    simulation.check_accounts()
     spoil(simulation.scheduler.pool)
+    with pytest.raises(AssertionError):
+        simulation.check_accounts()
     with pytest.raises(AssertionError):
         simulation.check_everything()
