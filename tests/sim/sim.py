@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -17,6 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from simulator import Simulation, simulate
 
+AT_ONCE = 100
+TICKS, STEPS = "ticks", "ticks with work"
+
 
 def replay(seed: int) -> None:
     print(Simulation(seed).swarm)
@@ -24,26 +29,45 @@ def replay(seed: int) -> None:
     print(f"seed {seed}: {simulation.num_ticks} ticks, all right")
 
 
-def live_through(first: int, num_seeds: int) -> None:
-    """Stops at the first seed that fails, with how to replay it."""
+def live(part: tuple[int, int]) -> tuple[Counter[str], float]:
+    """What happened in the lives of these seeds (the first, how many), and the CPU seconds they took."""
+    first, num_seeds = part
     counts: Counter[str] = Counter()
-    num_ticks = num_steps = 0
     started_s = time.process_time()
     # Nothing that a life allocates is in a cycle, so there is nothing to scan for every few ticks.
     gc.disable()
     for seed in range(first, first + num_seeds):
         simulation = simulate(seed)
         counts += simulation.counts
-        num_ticks += simulation.num_ticks
-        num_steps += simulation.num_steps
-    spent_s = time.process_time() - started_s
+        counts[TICKS] += simulation.num_ticks
+        counts[STEPS] += simulation.num_steps
+    return counts, time.process_time() - started_s
+
+
+def live_through(first: int, num_seeds: int, num_jobs: int) -> None:
+    """Stops at the first failure seen, with how to replay its seed."""
+    counts: Counter[str] = Counter()
+    cpu_s = 0.0
+    parts = [
+        (seed, min(AT_ONCE, first + num_seeds - seed)) for seed in range(first, first + num_seeds, AT_ONCE)
+    ]
+    started_s = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(min(num_jobs, len(parts)), initializer=_be_quiet) as pool:
+        for part_counts, part_s in pool.imap_unordered(live, parts):
+            counts += part_counts
+            cpu_s += part_s
+    spent_s = time.perf_counter() - started_s
+    num_ticks = counts.pop(TICKS)
     for name, count in sorted(counts.items()):
         print(f"{count:>10} {name}")
     print(
-        f"{num_seeds} seeds from {first}, all right: {num_ticks} ticks ({num_steps} with work) "
-        f"in {spent_s:.1f} s of CPU time, {num_ticks / spent_s:.0f} a second "
-        f"({num_steps / spent_s:.0f} counting only those with work)"
+        f"{num_seeds} seeds from {first}, all right: {num_ticks} ticks in {spent_s:.1f} s, "
+        f"{num_ticks / spent_s:.0f} a second; {num_ticks / cpu_s:.0f} a CPU second"
     )
+
+
+def _be_quiet() -> None:
+    logging.disable(logging.CRITICAL)
 
 
 def main() -> int:
@@ -51,10 +75,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay this one, with a trace")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5000)
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes; one a core"
+    )
     options = parser.parse_args()
-    logging.disable(logging.CRITICAL)
+    _be_quiet()
     if options.seed is None:
-        live_through(options.first, options.seeds)
+        live_through(options.first, options.seeds, options.jobs)
     else:
         replay(options.seed)
     return 0
