@@ -2,10 +2,10 @@
 
 Owns: the path table, reading a request, the answers that need no generation. Refuses to know: how the server
 is started, the engine, JSON shapes. Invariants: every answer is JSON, a stream of events or the metrics text;
-every refusal has OpenAI's envelope; a handler that is left by its client (`handler_cancellation`) ends its
-generation.
+every refusal has OpenAI's envelope (but for an unknown `Expect` on a path of nobody, which is aiohttp's own
+417); a handler that is left by its client (`handler_cancellation`) ends its generation.
 
-Usage: `runner = web.AppRunner(Routes(...).app(), handler_cancellation=True, access_log=None)`.
+Usage: `runner = web.AppRunner(Routes(...).app(), handler_cancellation=True)`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: how long a connection may live without a request, how long a write may wait for its reader. Refuses to
 know: routes, what is written. Invariants: a connection whose first request has no complete head within
-`head_timeout_s` is closed (aiohttp itself closes idle ones between two requests); a write that its client
+`head_timeout_s` is closed, as is one that is idle between two requests; a write that its client
 does not take within `write_timeout_s` ends the connection, and so, through the handler's exit, its
 generation.
 
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 from aiohttp import web
+
+from firstdiff.engine.http_errors import HttpConnection
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -39,7 +42,10 @@ class Connections:
         loop = asyncio.get_running_loop()
 
         def connect() -> asyncio.Protocol:
-            protocol = server()
+            # None means no access log; aiohttp's annotation of the class alone denies it.
+            protocol = HttpConnection(
+                server, loop=loop, access_log=cast(Any, None), keepalive_timeout=KEEPALIVE_TIMEOUT_S
+            )
             self._unproven.add(protocol)
             loop.call_later(self._head_timeout_s, self._expire, protocol)
             return protocol

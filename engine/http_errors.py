@@ -1,8 +1,8 @@
 """What every route shares: bodies in, JSON out, refusals in OpenAI's envelope, request ids.
 
 Owns: the mapping from exceptions to answers, the X-Request-Id rules. Refuses to know: the routes. Invariants:
-no exception reaches the client as anything but an envelope; an unforeseen one is logged with its traceback
-and answered with 500; a client that is gone gets no answer at all.
+no exception reaches the client as anything but an envelope, not even one of HTTP's parser; an unforeseen one
+is logged with its traceback and answered with 500; a client that is gone gets no answer at all.
 
 Usage: `web.Application(middlewares=[envelope_errors])`.
 """
@@ -41,6 +41,26 @@ def error_response(error: ApiError) -> web.Response:
     if error.status == 401:
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     return json_response(error.body(), status=error.status, headers=headers)
+
+
+class HttpConnection(web.RequestHandler):
+    """A connection that answers what is no HTTP as every other refusal is answered, then ends."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Nothing here is a defect of ours, so the log has it only where somebody looks for it."""
+        if not isinstance(exc, http_exceptions.HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        logging.getLogger(__name__).debug("what %s sent is no HTTP", request.remote, exc_info=exc)
+        error = ApiError(f"expected HTTP, got what cannot be read: {' '.join(exc.message.split())[:200]}")
+        response = error_response(error)
+        response.force_close()
+        return response
 
 
 @web.middleware

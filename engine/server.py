@@ -31,7 +31,7 @@ from firstdiff.engine.access import check_keys, exposure_warning
 from firstdiff.engine.answering import Answerer
 from firstdiff.engine.app import Routes
 from firstdiff.engine.config import EngineConfig
-from firstdiff.engine.connections import KEEPALIVE_TIMEOUT_S, Connections
+from firstdiff.engine.connections import Connections
 from firstdiff.engine.core import build_from_config
 from firstdiff.engine.core_client import CoreClient, CoreStartError, InProcessCore, ProcessCore
 from firstdiff.engine.dispatcher import Dispatcher
@@ -234,9 +234,7 @@ async def running_server(
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
-        access_log=None,
         shutdown_timeout=ANSWER_GRACE_S,
-        keepalive_timeout=KEEPALIVE_TIMEOUT_S,
     )
     delivering = asyncio.create_task(dispatcher.run())
     server: asyncio.Server | None = None

@@ -8,6 +8,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPResponse
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_requests import ABORT, CHAT, COMPLETIONS, JSON, NAMES, POSTS, RESET, SCORE
-from fuzz_wire import check_answer
+from fuzz_wire import address_of, check_answer
 from scripted_server import MODEL, Script, ServerUnderTest, scripted_server, spell
 
 from firstdiff.engine.sequence import RunnerOutput, ScheduledBatch
@@ -68,6 +70,31 @@ def test_malformed_bodies(server: ServerUnderTest, path: str, body: bytes, statu
         # The one body that may be empty.
         status = 200
     assert server.request("POST", path, body)[0] == status
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET /v1/models/" + b"m" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"GET /health HTTP/7\r\n\r\n",
+        b"GET\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_like_the_rest(
+    server: ServerUnderTest, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), socket.create_connection(address_of(server), timeout=20) as connection:
+        connection.sendall(raw)
+        with closing(HTTPResponse(connection)) as response:
+            response.begin()
+            assert response.status == 400
+            check_answer(400, dict(response.getheaders()), response.read())
+        assert connection.recv(1) == b""
+    # A stranger with a port scanner must not fill the log.
+    assert not caplog.records
 
 
 def test_a_nested_value_in_any_field_is_described_by_size(server: ServerUnderTest) -> None:
