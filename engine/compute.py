@@ -40,17 +40,19 @@ class Compute:
     deterministic: bool
 
 
-def has_kernels(threads: int) -> bool:
-    """Whether numba is installed and, for more than one thread, can find an OpenMP library."""
+def lack_of_kernels(threads: int) -> str | None:
+    """What keeps this process from running the kernels, and what to do about it; None when it can."""
     if importlib.util.find_spec("numba") is None:
-        return False
+        return "numba is not installed: install firstdiff[engine]"
+    if importlib.import_module("numba").config.DISABLE_JIT:
+        return "numba is told not to compile: unset NUMBA_DISABLE_JIT"
     if threads == 1:
-        return True
+        return None
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
-        return False
-    return True
+        return "numba finds no OpenMP library: install one, or take --threads 1"
+    return None
 
 
 def choose_compute(config: EngineConfig, *, clock: Clock) -> Compute:
@@ -58,13 +60,17 @@ def choose_compute(config: EngineConfig, *, clock: Clock) -> Compute:
 
     Sets the thread counts of torch, for the process, and of numba, for the calling thread.
     """
-    wants_kernels = config.deterministic is not False
-    if wants_kernels and has_kernels(config.threads):
-        return _kernels(config.threads, clock)
-    if config.deterministic:
-        raise ValueError(
-            f"expected numba and an OpenMP library for --deterministic with --threads {config.threads}, "
-            "got none: install firstdiff[engine], or leave --deterministic out"
+    if config.deterministic is not False:
+        lack = lack_of_kernels(config.threads)
+        if lack is None:
+            return _kernels(config.threads, clock)
+        if config.deterministic:
+            raise ValueError(
+                f"expected numba's kernels for --deterministic with --threads {config.threads}, "
+                f"got none: {lack}, or leave --deterministic out"
+            )
+        logging.getLogger(__name__).warning(
+            "computing with torch, slower and without the promise of equal bits: %s", lack
         )
     threads = config.threads or _fastest(_torch_trial, _counts(), clock)
     torch.set_num_threads(threads)

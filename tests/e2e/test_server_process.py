@@ -274,6 +274,18 @@ def test_a_server_that_others_can_reach_says_so_without_a_key() -> None:
         assert "secret" not in stderr
 
 
+def test_where_numba_may_not_compile_torch_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    with serving() as served:
+        assert served.ask({"prompt": "a", "max_tokens": 4})[0] == 200
+        config = served.ask(path="/v1/firstdiff/identity")[1]["engine_config"]
+        assert (config["attention_backend"], config["deterministic"]) == ("CpuAttention", False)
+        served.process.send_signal(signal.SIGTERM)
+        _, stderr = served.process.communicate(timeout=20)
+        assert stderr.count("unset NUMBA_DISABLE_JIT") == 1
+        assert "Traceback" not in stderr
+
+
 def test_the_core_dies_with_a_killed_server() -> None:
     with serving() as served:
         core_pid = served.core_pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import numba
 import pytest
 
 from firstdiff.engine.attention_cpu import CpuAttention
@@ -43,5 +44,18 @@ def test_without_numba_torch_serves_and_determinism_is_refused(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "numba" else found(name))
     assert isinstance(choose().ops, TorchOps)
-    with pytest.raises(ValueError, match=r"expected numba .* for --deterministic"):
+    with pytest.raises(ValueError, match=r"expected numba's .* for --deterministic .* install"):
         choose(deterministic=True)
+
+
+def test_where_numba_may_not_compile_torch_serves_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert isinstance(choose().ops, TorchOps)
+    (record,) = caplog.records
+    assert "computing with torch" in record.getMessage()
+    assert "unset NUMBA_DISABLE_JIT" in record.getMessage()
+    with pytest.raises(ValueError, match=r"--deterministic .* unset NUMBA_DISABLE_JIT"):
+        choose(deterministic=True)
+    caplog.clear()
+    assert isinstance(choose(deterministic=False).ops, TorchOps)
+    assert not caplog.records
