@@ -8,8 +8,12 @@ Usage: `listener = bind("127.0.0.1", 0); url = url_of("127.0.0.1", listener)`.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+
+_EXPECTED_HOST = "expected --host as an address of this machine"
+_ADVICE = "give one of its own, 127.0.0.1 for this machine alone, or 0.0.0.0 for all it has"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -19,8 +23,12 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise ValueError(f"expected --host as an address of this machine, got {host!r}: {error}") from error
-    listener = socket.socket(family, kind, protocol)
+        reason = getattr(error, "strerror", None) or "no host name"
+        raise ValueError(f"{_EXPECTED_HOST}, got {host!r}: {reason}: {_ADVICE}") from error
+    try:
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:  # IPv6 where there is none
+        raise port_error(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -31,7 +39,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def port_error(host: str, port: int, error: OSError) -> ValueError:
-    """What a user is told whose address is taken."""
+    """What a user is told whose address is another machine's, or taken."""
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return ValueError(f"{_EXPECTED_HOST}, got {host!r}, which is not: {_ADVICE}")
     return ValueError(
         f"expected a free --port, got {port} on {host}: {os.strerror(error.errno or 0)}: "
         "stop what uses it, choose another, or 0 for any"

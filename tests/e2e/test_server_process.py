@@ -344,7 +344,10 @@ def test_a_model_that_the_core_cannot_build_is_one_line_and_exit_code_2(tmp_path
         ({"faults": ("no-such-fault",)}, {}, "no-such-fault"),
         ({"block_size": 0}, {}, "--block-size"),
         ({}, {"port": 70000}, "--port"),
-        ({}, {"host": "no such host"}, "--host"),
+        ({}, {"host": "no such host"}, "--host as an address of this machine, got 'no such host': "),
+        ({}, {"host": "h" * 64}, "--host as an address of this machine, got 'hhh"),
+        # Reserved for documentation: no machine has it.
+        ({}, {"host": "192.0.2.1"}, "--host as an address of this machine, got '192.0.2.1', which is not: "),
         ({}, {"max_body_bytes": 1}, "--max-body-bytes"),
         ({}, {"body_timeout_s": float("nan")}, "--body-timeout"),
         ({}, {"write_timeout_s": 0.0}, "--write-timeout"),
