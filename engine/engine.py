@@ -346,5 +346,6 @@ def _request_row(
         num_output_tokens=sequence.num_output_tokens,
         prefill_chunks=sequence.prefill_chunks,
         num_preemptions=sequence.num_preemptions,
+        preemptions=sequence.preemptions,
         priority=sequence.priority,
     )

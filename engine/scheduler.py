@@ -26,7 +26,7 @@ from firstdiff.engine.block_pool import BlockPool
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.sequence import RunnerOutput, SampledToken, ScheduledBatch, ScheduledSequence, Sequence
 from firstdiff.engine.step_budget import Step, running_shares
-from firstdiff.tracing.records import FinishReason, PrefillChunk
+from firstdiff.tracing.records import FinishReason
 
 _rank = attrgetter("rank")
 
@@ -106,7 +106,7 @@ class Scheduler:
         if not self._by_id:
             return None
         step = Step(self._max_num_batched_tokens)
-        num_preemptions = self._schedule_running(step)
+        num_preemptions = self._schedule_running(step, now_ns)
         # What was just pushed out for want of blocks must not come back in the same step.
         if not num_preemptions and self.waiting:
             self._schedule_waiting(step, now_ns)
@@ -209,7 +209,7 @@ class Scheduler:
                 "shorten it or raise --num-blocks"
             )
 
-    def _schedule_running(self, step: Step) -> int:
+    def _schedule_running(self, step: Step, now_ns: int) -> int:
         """Schedule all running sequences that the blocks allow, the worst ranks pushed out first.
 
         The number of preemptions.
@@ -223,7 +223,7 @@ class Scheduler:
             num_spare = self.pool.num_free_blocks - num_new
             if num_spare >= 0:
                 break
-            self._preempt(max(self.running, key=_rank))
+            self._preempt(max(self.running, key=_rank), now_ns)
             num_preemptions += 1
         else:
             return num_preemptions
@@ -260,6 +260,8 @@ class Scheduler:
                 if self.pool.enable_prefix_caching and sequence.use_prefix_cache:
                     self.num_prefix_queried_tokens += sequence.num_prompt_tokens
                     self.num_prefix_hit_tokens += sequence.num_cached_tokens
+            else:
+                sequence.note_scheduled_again(now_ns)
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, step.budget)
             num_new = self._num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(hits)
             sequence.block_table += self.pool.allocate(num_new)
@@ -323,20 +325,14 @@ class Scheduler:
             sequence.draft_token_ids = []
         if tokens and sequence.first_token_ns is None:
             sequence.first_token_ns = now_ns
-        self._advance(sequence, item.start, end, step_index)
+        self._advance(sequence, item.start, end, step_index, now_ns)
         if sequence.sampling.max_tokens == 0 and end == len(sequence.token_ids):
             return "length"
         return reason
 
-    def _advance(self, sequence: Sequence, start: int, end: int, step_index: int) -> None:
+    def _advance(self, sequence: Sequence, start: int, end: int, step_index: int, now_ns: int) -> None:
         """Count tokens `start .. end` as computed and let the blocks they filled be found."""
-        sequence.num_computed_tokens = end
-        num_prompt = len(sequence.prompt_token_ids)
-        if start < num_prompt:
-            num_tokens = min(end, num_prompt) - start
-            sequence.prefill_chunks.append(
-                PrefillChunk(step_index=step_index, start_token=start, num_tokens=num_tokens)
-            )
+        sequence.note_computed(start, end, step_index, now_ns)
         size = self._block_size
         if end // size == start // size or not self.pool.enable_prefix_caching:
             return
@@ -365,11 +361,11 @@ class Scheduler:
             return "length"
         return None
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, now_ns: int) -> None:
         """Put a running sequence back in the queue, before all of worse rank, to start over."""
+        sequence.note_preempted(now_ns)
         self.running.remove(sequence)
         self._free(sequence)
-        sequence.num_preemptions += 1
         insort(self.waiting, sequence, key=_rank)
 
     def _remove(self, sequence: Sequence) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
-from firstdiff.tracing.records import PrefillChunk, Sampling
+from firstdiff.tracing.records import Preemption, PrefillChunk, Sampling
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -50,7 +51,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was taken from the prefix cache at the first admission."""
-    num_preemptions: int = 0
+    preemptions: list[Preemption] = field(default_factory=list)
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     prefill_chunks: list[PrefillChunk] = field(default_factory=list)
@@ -60,9 +61,42 @@ class Sequence:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
 
+    def note_computed(self, start: int, end: int, step_index: int, now_ns: int) -> None:
+        """Tokens `start .. end` have their KV since `now_ns`."""
+        self.num_computed_tokens = end
+        num_prompt = len(self.prompt_token_ids)
+        if start < num_prompt:
+            num_tokens = min(end, num_prompt) - start
+            self.prefill_chunks.append(
+                PrefillChunk(
+                    step_index=step_index, start_token=start, num_tokens=num_tokens, finished_ns=now_ns
+                )
+            )
+        if self.preemptions:
+            last = self.preemptions[-1]
+            if last.recovered_ns is None and end >= last.num_lost_tokens:
+                self.preemptions[-1] = replace(last, recovered_ns=now_ns)
+
+    def note_preempted(self, now_ns: int) -> None:
+        """It is about to lose its blocks; who is pushed out again has still to come back to where it was."""
+        num_lost = self.num_computed_tokens
+        if self.preemptions and self.preemptions[-1].recovered_ns is None:
+            num_lost = max(num_lost, self.preemptions[-1].num_lost_tokens)
+        self.preemptions.append(Preemption(preempted_ns=now_ns, num_lost_tokens=num_lost))
+
+    def note_scheduled_again(self, now_ns: int) -> None:
+        """Admitted after its last preemption; what the cache gave back may be all that it had."""
+        last = self.preemptions[-1]
+        recovered_ns = now_ns if self.num_computed_tokens >= last.num_lost_tokens else None
+        self.preemptions[-1] = replace(last, scheduled_ns=now_ns, recovered_ns=recovered_ns)
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_preemptions(self) -> int:
+        return len(self.preemptions)
 
     @property
     def num_tokens(self) -> int:

@@ -159,11 +159,29 @@ class PromptLogprobsRow(Row, frozen=True, kw_only=True, tag="prompt_logprobs"):
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens `start_token .. start_token + num_tokens` were computed in step `step_index`."""
+    """Prompt tokens `start_token .. start_token + num_tokens` were computed in step `step_index`.
+
+    `finished_ns` is when that step's results were taken in; None in logs from before it was written down.
+    """
 
     step_index: int
     start_token: int
     num_tokens: int
+    finished_ns: int | None = None
+
+
+class Preemption(msgspec.Struct, frozen=True, kw_only=True):
+    """A request lost its KV blocks to others with `num_lost_tokens` of its tokens computed.
+
+    `preempted_ns` is the moment, `scheduled_ns` when it was admitted again, `recovered_ns` when it had as
+    many tokens computed as before (those found in the prefix cache count). None where it did not come to
+    that, or was pushed out once more before.
+    """
+
+    preempted_ns: int
+    num_lost_tokens: int
+    scheduled_ns: int | None = None
+    recovered_ns: int | None = None
 
 
 class EngineRequestRow(Row, frozen=True, kw_only=True, tag="engine_request"):
@@ -186,6 +204,7 @@ class EngineRequestRow(Row, frozen=True, kw_only=True, tag="engine_request"):
     num_output_tokens: int
     prefill_chunks: list[PrefillChunk] = []
     num_preemptions: int = 0
+    preemptions: list[Preemption] = []
     priority: int = 0
 
 
@@ -226,6 +245,7 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     num_cached_tokens: int
     prefill_chunks: list[PrefillChunk]
     num_preemptions: int
+    preemptions: list[Preemption] = []
     priority: int = 0
     user: str | None = None
     metadata: dict[str, str] = {}

@@ -123,6 +123,7 @@ class TokenLogFold:
             num_cached_tokens=engine.num_cached_tokens,
             prefill_chunks=engine.prefill_chunks,
             num_preemptions=engine.num_preemptions,
+            preemptions=engine.preemptions,
             priority=engine.priority,
             user=stamps.user,
             metadata=stamps.metadata,
@@ -205,6 +206,7 @@ def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
         num_output_tokens=len(tokens),
         prefill_chunks=row.prefill_chunks,
         num_preemptions=row.num_preemptions,
+        preemptions=row.preemptions,
         priority=row.priority,
     )
     return tokens, engine

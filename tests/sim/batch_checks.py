@@ -73,6 +73,9 @@ def check_batch_shape(batch: ScheduledBatch, swarm: Swarm) -> None:
         sequence, start, num_tokens = item.sequence, item.start, item.num_scheduled_tokens
         num_drafts = item.num_draft_tokens
         end = start + num_tokens
+        if sequence.preemptions:
+            last = sequence.preemptions[-1]
+            assert (last.recovered_ns is not None) == (start >= last.num_lost_tokens), "recovered or not"
         num_left = len(sequence.token_ids) - end + num_drafts
         assert start == sequence.num_computed_tokens
         assert num_tokens > num_drafts >= 0
@@ -135,5 +138,31 @@ def check_request_row(row: EngineRequestRow, swarm: Swarm, *, is_whole: bool) ->
         num_restarts += chunk.start_token != position
         position, last_step = chunk.start_token + chunk.num_tokens, chunk.step_index
     assert num_restarts <= row.num_preemptions
+    check_preemptions(row, is_whole=is_whole)
     if is_whole or (row.num_output_tokens and not row.num_preemptions):
         assert position == len(row.prompt_token_ids), "part of the prompt was never computed"
+
+
+def check_preemptions(row: EngineRequestRow, *, is_whole: bool) -> None:
+    """One after another; each admitted again before the next, the last recovered in a whole answer."""
+    latest = row.first_scheduled_ns or 0
+    assert len(row.preemptions) == row.num_preemptions
+    for index, preemption in enumerate(row.preemptions):
+        is_last = index == len(row.preemptions) - 1
+        assert latest <= preemption.preempted_ns <= row.finished_ns
+        assert preemption.num_lost_tokens > 0
+        latest = preemption.preempted_ns
+        if preemption.scheduled_ns is None:
+            assert is_last, "pushed out while it waited"
+            assert preemption.recovered_ns is None
+            assert not is_whole
+            continue
+        assert latest <= preemption.scheduled_ns
+        latest = preemption.scheduled_ns
+        if preemption.recovered_ns is not None:
+            assert latest <= preemption.recovered_ns <= row.finished_ns
+            latest = preemption.recovered_ns
+        elif is_last:
+            assert not is_whole
+        else:
+            assert row.preemptions[index + 1].num_lost_tokens >= preemption.num_lost_tokens

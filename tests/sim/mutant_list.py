@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from firstdiff.engine import block_pool, engine, scheduler, step_budget
+from firstdiff.engine import block_pool, engine, scheduler, sequence, step_budget
 from firstdiff.engine.block_pool import BlockPool
 from firstdiff.engine.engine import LLMEngine
 from firstdiff.engine.scheduler import Scheduler
@@ -16,7 +16,7 @@ from firstdiff.engine.step_budget import Step
 
 _EARLY = """step.place(sequence, num_tokens, 0)
         start = sequence.num_computed_tokens
-        self._advance(sequence, start, start + num_tokens, 0)
+        self._advance(sequence, start, start + num_tokens, 0, now_ns)
         sequence.num_computed_tokens = start
         sequence.prefill_chunks.clear()
         sequence.prefix_parent = None"""
@@ -24,7 +24,7 @@ _EARLY = """step.place(sequence, num_tokens, 0)
 _FAILED_STEP_KEPT = """failed = [item.sequence for item in batch.items]
     for item in batch.items:
         if not item.num_draft_tokens:
-            self._advance(item.sequence, item.start, item.start + item.num_scheduled_tokens, 0)"""
+            self._advance(item.sequence, item.start, item.start + item.num_scheduled_tokens, 0, 0)"""
 
 Edit = tuple[str, type | ModuleType, str, str, str]
 
@@ -78,7 +78,10 @@ RUNNING: list[Edit] = [
     ("drafts without blocks", Scheduler, "_schedule_running", "min(num_drafts, num_slots - end)", "num_drafts"),
     ("pushed out and lost", Scheduler, "_preempt", "insort(self.waiting, sequence, key=_rank)", "pass"),
     ("pushed out to the end of the queue", Scheduler, "_preempt", "insort(self.waiting, sequence, key=_rank)", "self.waiting.append(sequence)"),
-    ("pushed out uncounted", Scheduler, "_preempt", "sequence.num_preemptions += 1", "pass"),
+    ("a new admission unstamped", Scheduler, "_schedule_waiting", "sequence.note_scheduled_again(now_ns)", "pass"),
+    ("recovered at once", sequence.Sequence, "note_computed", " and end >= last.num_lost_tokens", ""),
+    ("pushed out twice, lost once", sequence.Sequence, "note_preempted", "max(num_lost, self.preemptions[-1].num_lost_tokens)", "num_lost"),
+    ("pushed out uncounted", Scheduler, "_preempt", "sequence.note_preempted(now_ns)", "pass"),
     ("pushed out, yet still computed", Scheduler, "_free", "sequence.num_computed_tokens = 0", "pass"),
     ("blocks leak at the end and on abort", Scheduler, "_remove", "self._free(sequence)", "sequence.block_table.clear()"),
     ("aborted, yet still running", Scheduler, "abort", "self._remove(sequence)", "self._free(sequence); del self._by_id[request_id]"),

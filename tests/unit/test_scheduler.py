@@ -317,3 +317,36 @@ def test_the_stamps_are_of_the_first_time() -> None:
         assert batch is not None
         scheduler.commit(batch, RunnerOutput([[SampledToken(token_id=7)]]), now_ns + 5)
     assert (sequence.first_scheduled_ns, sequence.first_token_ns) == (10, 15)
+
+
+def test_each_chunk_and_each_preemption_is_stamped() -> None:
+    """Steps are scheduled at 10, 20, ... and taken in 5 later; "b" is pushed out by hand, twice."""
+    scheduler = make_scheduler(enable_prefix_caching=False, max_num_batched_tokens=4)
+    sequence = make_sequence("b", 6, max_tokens=9)
+    scheduler.add(sequence)
+    now_ns = 0
+
+    def step() -> None:
+        nonlocal now_ns
+        now_ns += 10
+        batch = scheduler.schedule(now_ns)
+        assert batch is not None
+        tokens = [[SampledToken(7)] if item.samples else [] for item in batch.items]
+        scheduler.commit(batch, RunnerOutput(tokens), now_ns + 5)
+
+    for _ in range(4):
+        step()
+    assert [chunk.finished_ns for chunk in sequence.prefill_chunks] == [15, 25]
+    assert (sequence.first_scheduled_ns, sequence.first_token_ns) == (10, 25)
+    scheduler._preempt(sequence, 48)
+    step()
+    scheduler._preempt(sequence, 58)
+    for _ in range(2):
+        step()
+    assert [
+        (p.preempted_ns, p.num_lost_tokens, p.scheduled_ns, p.recovered_ns) for p in sequence.preemptions
+    ] == [
+        (48, 8, 50, None),
+        (58, 8, 60, 75),
+    ]
+    assert [chunk.finished_ns for chunk in sequence.prefill_chunks] == [15, 25, 55, 65, 75]

@@ -212,7 +212,7 @@ def test_after_a_preemption_only_rows_not_yet_given_out_count() -> None:
     sequence = add(scheduler, "a", 14, max_tokens=9, prompt_logprobs=0)
     run_step(scheduler)
     sequence.num_prompt_logprobs = 14
-    scheduler._preempt(sequence)
+    scheduler._preempt(sequence, 7)
     assert shape(run_step(scheduler)) == [("a", 12, 3, True, 0)]
 
 
