@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import logging
 import platform
 import uuid
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def build_engine(config: EngineConfig, *, emit: Emit, clock: Clock) -> tuple[LLM
     model = ModelConfig.load(folder.path)
     shape = cache_shape(config, model)
     dtype = DTYPES[config.dtype]
+    logging.getLogger(__name__).info("reading the weights of %s", folder.name)
     decoder = Decoder(model, load_weights(folder.path, model, dtype=dtype, ops=compute.ops), compute.ops)
     cache = KVCache.allocate(
         num_layers=model.num_layers,

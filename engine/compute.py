@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +81,12 @@ def choose_compute(config: EngineConfig, *, clock: Clock) -> Compute:
 def _kernels(threads: int, clock: Clock) -> Compute:
     from functools import partial
 
-    from firstdiff.engine.kernel_compiler import kernel_folder
+    from firstdiff.engine.kernel_compiler import compiled_mark
 
-    # Before the kernels are imported, which makes the folder.
-    if not kernel_folder().exists():
+    mark = compiled_mark(parallel=threads != 1)
+    if not mark.exists():
         logging.getLogger(__name__).warning(
-            "compiling the CPU kernels for this machine, once: this takes up to half a minute"
+            "compiling the CPU kernels for this machine, once: half a minute, more on a busy one"
         )
     from firstdiff.engine.attention_kernel import KernelAttention
     from firstdiff.engine.ops_kernel import KernelOps, set_threads
@@ -100,6 +101,10 @@ def _kernels(threads: int, clock: Clock) -> Compute:
     )
     for num_rows in (1, _WARM_UP_ROWS):
         _warm_up(compute, num_rows)
+    # Where nothing can be written, nothing was kept.
+    with suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
     return compute
 
 
@@ -155,4 +160,5 @@ def _fastest(trial: Callable[[int], Callable[[], object]], counts: Iterable[int]
             times.append(clock.now_ns() - start_ns)
         if best_ns is None or min(times) < 0.95 * best_ns:
             best_count, best_ns = count, min(times)
+    logging.getLogger(__name__).info("a trial of threads found %d fastest", best_count)
     return best_count

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from firstdiff.engine.config import EngineConfig
+from firstdiff.engine.console import log_on_console
 from firstdiff.engine.engine import Emit, LLMEngine, QueueFullError
 from firstdiff.engine.messages import (
     Abort,
@@ -208,7 +209,9 @@ def main(arguments: list[str]) -> int:
     try:
         socket.connect(endpoint)
         loop = CoreLoop(ZmqChannel(socket), is_orphan=lambda: os.getppid() != parent_pid)
-        return loop.run(frozen(build_from_config(msgspec.json.decode(config_json, type=EngineConfig))))
+        config = msgspec.json.decode(config_json, type=EngineConfig)
+        with log_on_console():
+            return loop.run(frozen(build_from_config(config)))
     finally:
         socket.close()
         context.term()

@@ -10,10 +10,12 @@ Usage: `@compiled` above a function of ints and floats.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
+import llvmlite.binding
 import numba
 
 from firstdiff.engine.model_cache import cache_dir
@@ -25,9 +27,26 @@ T = TypeVar("T")
 def kernel_folder() -> Path:
     """Where these sources' compiled kernels are kept."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("kernel*.py")):
+    for source in _sources():
         digest.update(source.read_bytes())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
+
+
+def compiled_mark(*, parallel: bool) -> Path:
+    """The file to make when all kernels, with or without the `parallel` ones, were compiled.
+
+    Its name stands for what numba looks at before it takes kept code: itself, Python, the CPU, and place and
+    time of the sources. A kept file that is deleted by hand goes unnoticed here, not by numba.
+    """
+    binding = llvmlite.binding
+    cpu = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    stamps = [(str(source), source.stat().st_mtime_ns) for source in _sources()]
+    what = repr((parallel, numba.__version__, numba.config.CACHE_DIR, sys.version, cpu, stamps))
+    return kernel_folder() / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.compiled"
+
+
+def _sources() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("kernel*.py"))
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:

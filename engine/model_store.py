@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -312,6 +313,7 @@ def _from_hub(name: str) -> Path:
         pass
     except ValueError as error:
         raise ValueError(f"expected a Hugging Face id, got {name!r}: {error}") from error
+    logging.getLogger(__name__).info("looking for %s on the Hugging Face hub", name)
     try:
         return Path(get())
     except Exception as error:  # the library's, its HTTP client's and the system's, by version

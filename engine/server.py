@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import logging
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from firstdiff.engine.answering import Answerer
 from firstdiff.engine.app import Routes
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.connections import Connections
+from firstdiff.engine.console import log_on_console
 from firstdiff.engine.core import build_from_config
 from firstdiff.engine.core_client import CoreClient, CoreStartError, InProcessCore, ProcessCore
 from firstdiff.engine.dispatcher import Dispatcher
@@ -118,7 +120,8 @@ class RunningServer:
 def serve_main(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Mistakes become one line on stderr."""
     try:
-        asyncio.run(serve(settings))
+        with log_on_console():
+            asyncio.run(serve(settings))
     except ValueError as error:
         print(f"firstdiff serve: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -166,6 +169,7 @@ async def _serve_until_cancelled(
     warning = exposure_warning(settings.host, settings.api_keys)
     if warning is not None:
         print(f"firstdiff serve: {warning}", file=sys.stderr, flush=True)
+    logging.getLogger(__name__).info("loading %s", settings.engine.model)
     try:
         folder = await asyncio.to_thread(resolve, settings.engine.model)
         core: CoreClient

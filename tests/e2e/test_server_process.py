@@ -1,103 +1,25 @@
-"""The server as users start it: two processes, real weights, signals, kills, and mistakes in one line."""
+"""The server as users start it: two processes, real weights, signals and kills."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
-import re
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstdiff.engine.config import EngineConfig
-from firstdiff.engine.model_store import resolve
-from firstdiff.engine.server import ServeSettings, serve_main
+sys.path.insert(0, str(Path(__file__).parent))
+from server_process import Served, beside_progress, serving, start
+
 from firstdiff.tracing.token_log import read_token_log
-
-PROGRAM = """
-import sys, msgspec
-from firstdiff.engine.server import ServeSettings, serve_main
-sys.exit(serve_main(msgspec.json.decode(sys.argv[1], type=ServeSettings)))
-"""
-READY = re.compile(
-    r"firstdiff: listening on (http://127\.0\.0\.1:\d+) \(model (\S+), dtype fp32, pid (\d+)\)\n"
-)
-MODEL = "tiny-random"
-
-
-def start(*, model: str = MODEL, faults: tuple[str, ...] = (), **serve: Any) -> subprocess.Popen[str]:
-    engine = EngineConfig(model=model, faults=faults, num_blocks=64)
-    serve_settings = ServeSettings(engine=engine, **({"port": 0} | serve))
-    # Path is no JSON type of msgspec's own.
-    argument = msgspec.json.encode(serve_settings, enc_hook=str).decode()
-    program = PROGRAM.replace("type=ServeSettings", "type=ServeSettings, dec_hook=lambda t, v: t(v)")
-    return subprocess.Popen(
-        [sys.executable, "-c", program, argument],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-class Served:
-    """A server process that is ready."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = READY.fullmatch(line)
-        assert match, (line, process.communicate()[1])
-        self.netloc = urlsplit(match[1]).netloc
-        assert match[2] == MODEL
-        assert int(match[3]) == process.pid
-
-    @property
-    def core_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = [
-            int(c) for c in children if b"firstdiff.engine.core" in Path(f"/proc/{c}/cmdline").read_bytes()
-        ]
-        return pid
-
-    def send(self, body: dict[str, Any] | None = None, path: str = "/v1/completions") -> HTTPConnection:
-        connection = HTTPConnection(self.netloc, timeout=30)
-        if body is None:
-            connection.request("GET", path)
-        else:
-            connection.request("POST", path, json.dumps({"model": MODEL} | body))
-        return connection
-
-    def ask(self, body: dict[str, Any] | None = None, path: str = "/v1/completions") -> tuple[int, Any]:
-        connection = self.send(body, path)
-        response = connection.getresponse()
-        answer = response.read()
-        connection.close()
-        return response.status, json.loads(answer)
-
-
-@contextmanager
-def serving(**serve: Any) -> Iterator[Served]:
-    process = start(**serve)
-    try:
-        yield Served(process)
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +133,9 @@ def test_a_signal_ends_both_processes_with_code_0_and_a_whole_log(tmp_path: Path
         assert stream.read().endswith(b"data: [DONE]\n\n")
         connection.close()
         _, stderr = served.process.communicate()
-        assert stderr == ""
+        assert beside_progress(stderr) == ""
+        said = [line.split()[2] for line in stderr.splitlines()]
+        assert [word for word in said if word != "compiling"] == ["loading", "reading"]
     (row,) = read_token_log(tmp_path)[1]
     assert row.finish_reason == "abort"
     assert row.token_ids
@@ -270,7 +194,7 @@ def test_a_server_that_others_can_reach_says_so_without_a_key() -> None:
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=20)
         assert says in stderr
-        assert bool(stderr) == bool(says)
+        assert bool(beside_progress(stderr)) == bool(says)
         assert "secret" not in stderr
 
 
@@ -304,82 +228,6 @@ def test_a_signal_while_starting_leaves_nothing() -> None:
     assert stdout == ""
     assert process.returncode == 0
     assert not is_alive(core_pid)
-
-
-def check_mistake(stdout: str, stderr: str, says: str) -> None:
-    assert stdout == ""
-    assert stderr.count("\n") == 1, stderr
-    assert stderr.startswith("firstdiff serve: expected "), stderr
-    assert ", got " in stderr
-    assert says in stderr
-
-
-def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = start(port=port)
-        stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2
-    check_mistake(stdout, stderr, f"got {port}")
-
-
-def test_a_model_that_the_core_cannot_build_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    healthy = resolve(MODEL).path
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(healthy / name)
-    config = json.loads((healthy / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
-    process = start(model=str(tmp_path))
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2, stderr
-    check_mistake(stdout, stderr, "")
-
-
-@pytest.mark.parametrize(
-    ("engine", "serve", "says"),
-    [
-        ({"model": "no-such-model"}, {}, "no-such-model"),
-        ({"model": "FOLDER/nowhere"}, {}, "nowhere"),
-        ({"model": "FOLDER"}, {}, ""),
-        ({"faults": ("no-such-fault",)}, {}, "no-such-fault"),
-        ({"block_size": 0}, {}, "--block-size"),
-        ({}, {"port": 70000}, "--port"),
-        ({}, {"host": "no such host"}, "--host as an address of this machine, got 'no such host': "),
-        ({}, {"host": "h" * 64}, "--host as an address of this machine, got 'hhh"),
-        # Reserved for documentation: no machine has it.
-        ({}, {"host": "192.0.2.1"}, "--host as an address of this machine, got '192.0.2.1', which is not: "),
-        ({}, {"max_body_bytes": 1}, "--max-body-bytes"),
-        ({}, {"body_timeout_s": float("nan")}, "--body-timeout"),
-        ({}, {"write_timeout_s": 0.0}, "--write-timeout"),
-        ({}, {"drain_timeout_s": -1.0}, "--drain-timeout"),
-        ({}, {"api_keys": ("good", "two words")}, "--api-key"),
-        ({"logprobs_mode": "raw_logits"}, {}, "--logprobs-mode"),
-        ({}, {"served_model_name": ""}, "--served-model-name"),
-        ({}, {"otlp_endpoint": "not a url"}, "not a url"),
-        ({}, {"log_dir": "FOLDER/file/log"}, "--log-dir"),
-        ({}, {"log_dir": "FOLDER/file"}, "--log-dir"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2_at_once(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    engine: dict[str, Any],
-    serve: dict[str, Any],
-    says: str,
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "file").write_text("")
-
-    def placed(value: Any) -> Any:
-        return value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
-
-    config = EngineConfig(**{"model": MODEL} | {name: placed(value) for name, value in engine.items()})
-    serve = {"port": 0} | {name: placed(value) for name, value in serve.items()}
-    if "log_dir" in serve:
-        serve["log_dir"] = Path(serve["log_dir"])
-    assert serve_main(ServeSettings(engine=config, **serve)) == 2
-    check_mistake(*capsys.readouterr(), says)
 
 
 def test_in_process_serves_the_same_answers(server: Served) -> None:

@@ -59,3 +59,19 @@ def test_where_numba_may_not_compile_torch_serves_and_says_so_once(monkeypatch, 
     caplog.clear()
     assert isinstance(choose(deterministic=False).ops, TorchOps)
     assert not caplog.records
+
+
+def test_compiling_is_said_before_it_until_it_was_done_once(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("FIRSTDIFF_CACHE", str(tmp_path))
+    said = []
+    for threads in (1, 1, 2, 2):
+        choose(threads=threads)
+        said.append([record.getMessage().split()[0] for record in caplog.records])
+        caplog.clear()
+    assert said == [["compiling"], [], ["compiling"], []]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, caplog, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FIRSTDIFF_CACHE", str(tmp_path / "file"))
+    assert isinstance(choose().ops, KernelOps)
