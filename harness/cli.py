@@ -17,7 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -48,6 +48,9 @@ from firstdiff.tracing.store import Run, write_atomically
 
 if TYPE_CHECKING:
     from firstdiff.regression.verdict import Status, Verdict
+
+_MISUSE: type[BaseException] = typer.BadParameter.__bases__[0]
+"""Whatever the parser finds wrong with a command line."""
 
 EXIT_FAIL, EXIT_USAGE, EXIT_UNKNOWN, EXIT_INVALID = 1, 2, 3, 4
 
@@ -174,7 +177,7 @@ def compare(
 def eval_(
     url: str,
     target: TargetOptions,
-    tasks: Annotated[str, typer.Option(help="Task names or YAML files, separated by commas.")] = "arithmetic",
+    tasks: Annotated[str, typer.Option(help="arithmetic, or YAML files; commas between.")] = "arithmetic",
     limit: Annotated[int | None, typer.Option(min=1, help="Items a task, at most.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
     out: Annotated[Path | None, typer.Option(help="The Run's directory; default runs/<run id>.")] = None,
@@ -326,10 +329,23 @@ def _print_outcomes(run: Run) -> None:
         raise typer.Exit(EXIT_INVALID)
 
 
+def _warn_of_misuse(error: Any) -> None:  # noqa: ANN401 - of a class that typer does not export
+    message, context = error.format_message(), error.ctx
+    if context is not None and message == context.get_help():
+        # Nothing was asked for.
+        print(message, file=sys.stderr)
+        return
+    command = context.command_path if context is not None else app.info.name
+    _warn(f"{message.rstrip('.')}: see `{command} --help`")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: a mistake is one line and exit code 2, an endpoint that fails exit code 4."""
     try:
-        app(args=arguments, prog_name="firstdiff")
+        raise SystemExit(app(args=arguments, prog_name="firstdiff", standalone_mode=False))
+    except _MISUSE as error:
+        _warn_of_misuse(error)
+        raise SystemExit(EXIT_USAGE) from None
     except (ValueError, OSError) as error:
         _warn(str(error))
         raise SystemExit(EXIT_USAGE) from None

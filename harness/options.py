@@ -13,15 +13,20 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from firstdiff.harness.dialect import DIALECTS
 from firstdiff.harness.sessions import Target
 from firstdiff.harness.workload import MAX_CASES, WorkloadSpec
+
+FAULT_NAMES = ("kv-block-off-by-one", "decode-position-plus-one", "slow-decode")
+"""What help says beside `--fault`; a test holds it to the engine's own table, which checks what is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,10 @@ class TargetOptions:
     """How to talk to an endpoint."""
 
     model: Annotated[str | None, typer.Option(help="Default: the first one it lists.")] = None
-    dialect: Annotated[str | None, typer.Option(help="Default: found out by asking.")] = None
+    dialect: Annotated[
+        str | None,
+        typer.Option(metavar=f"<{'|'.join(DIALECTS)}>", help="Default: found out by asking."),
+    ] = None
     api_key: Annotated[str | None, typer.Option(envvar="FIRSTDIFF_API_KEY")] = None
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds a request may take.")] = 600.0
 
@@ -102,7 +110,12 @@ class TargetOptions:
 class ServeOptions:
     """What one server is made of; the bounds are the engine's own."""
 
-    model: Annotated[str, typer.Option(help="A pulled model's name, a folder, a hub id, or tiny-random.")]
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A name that `model pull` fetched, a folder, a .gguf file, a hub id, or tiny-random."
+        ),
+    ]
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of weights and arithmetic.")] = "fp32"
     threads: Annotated[
         int,
@@ -130,7 +143,12 @@ class ServeOptions:
         typer.Option(help="The same bits alone, batched, chunked and cached; default: where kernels run."),
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one; default: random.")] = None
-    fault: Annotated[list[str] | None, typer.Option(help="Plant a defect; repeat for more.")] = None
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar=f"<{'|'.join(FAULT_NAMES)}>", help="Plant a defect in the engine; repeat for more."
+        ),
+    ] = None
 
     def engine_fields(self) -> dict[str, Any]:
         """What an EngineConfig is made of."""
@@ -150,7 +168,18 @@ class HttpOptions:
         typer.Option(envvar="FIRSTDIFF_API_KEY", help="Who sends it is answered; repeat for more."),
     ] = None
     log_dir: Annotated[Path | None, typer.Option(help="Write token log and steps here.")] = None
-    otlp_endpoint: Annotated[str | None, typer.Option(help="Send spans to this OTLP/HTTP URL.")] = None
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send spans to this collector; default: OTEL_EXPORTER_OTLP_ENDPOINT.")
+    ] = None
+    otlp_protocol: Annotated[
+        str | None, typer.Option(help="http/protobuf or grpc; default: OTEL_EXPORTER_OTLP_PROTOCOL, or http.")
+    ] = None
+    trace_sample_fraction: Annotated[
+        float | None, typer.Option(help="Keep this share of traces; default: OTEL_TRACES_SAMPLER, or all.")
+    ] = None
+    trace_slow: Annotated[
+        float | None, typer.Option(help="Keep also those of requests that took so many seconds.")
+    ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Of a request, decompressed.")] = 4 << 20
     body_timeout: Annotated[float, typer.Option(help="Seconds a request may take to arrive.")] = 60.0
     write_timeout: Annotated[float, typer.Option(help="Seconds an answer may lie unread.")] = 60.0
@@ -161,7 +190,7 @@ class HttpOptions:
     def serve_fields(self) -> dict[str, Any]:
         """What ServeSettings are made of, beside the engine's."""
         renamed = {"body_timeout": "body_timeout_s", "write_timeout": "write_timeout_s"}
-        renamed["drain_timeout"] = "drain_timeout_s"
+        renamed |= {"drain_timeout": "drain_timeout_s", "trace_slow": "trace_slow_s"}
         values = {renamed.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
         del values["stop_on_stdin_end"]
         return values | {"api_keys": tuple(values.pop("api_key") or ())}
@@ -201,7 +230,10 @@ class DemoOptions:
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0
     fault: Annotated[
         list[str] | None,
-        typer.Option(help="The candidate's defects; default decode-position-plus-one and slow-decode."),
+        typer.Option(
+            metavar=f"<{'|'.join(FAULT_NAMES)}>",
+            help="The candidate's defects; default decode-position-plus-one and slow-decode.",
+        ),
     ] = None
 
     @property
@@ -295,31 +327,41 @@ def _check_folder(folder: Path, what: str) -> None:
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with each parameter that is a group spread out into the group's single options."""
+    """`command` with each parameter that is a group spread out into the group's single options.
+
+    An option of type Literal is a string to the parser; another value than its own is a ValueError here.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
+    choices: dict[str, tuple[str, tuple[str, ...]]] = {}
     parameters: list[inspect.Parameter] = []
+
+    def take(name: str, default: object, hint: Any) -> None:  # noqa: ANN401 - a type, of whatever kind
+        values = get_args(get_args(hint)[0]) if get_origin(hint) is Annotated else ()
+        if values and get_origin(get_args(hint)[0]) is Literal:
+            option = copy(hint.__metadata__[0])
+            option.metavar = f"<{'|'.join(values)}>"
+            choices[name] = (f"--{name.strip('_').replace('_', '-')}", values)
+            hint = Annotated[str, option]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=hint))
+
     for parameter in inspect.signature(command).parameters.values():
         hint = hints[parameter.name]
         if not is_dataclass(hint):
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(annotation=hint, kind=kind))
+            take(parameter.name, parameter.default, hint)
             continue
         groups[parameter.name] = hint
         field_hints = get_type_hints(hint, include_extras=True)
         for field in fields(hint):
             default = inspect.Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=field_hints[field.name],
-                )
-            )
+            take(field.name, default, field_hints[field.name])
 
     @wraps(command)
     def spread(**values: Any) -> None:  # noqa: ANN401 - the flags' values, of the flags' types
+        for name, (flag, allowed) in choices.items():
+            if values[name] not in allowed:
+                raise ValueError(f"expected {flag} out of {', '.join(allowed)}, got {values[name]!r}")
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)

@@ -30,7 +30,8 @@ READY = re.compile(
     r"firstdiff: listening on (http://127\.0\.0\.1:\d+) \(model (\S+), dtype fp32, pid (\d+)\)\n"
 )
 PROGRESS = re.compile(
-    r"firstdiff serve: (?:(?:loading|reading the weights of) \S+|compiling the CPU kernels .*"
+    r"firstdiff serve: (?:(?:loading|reading the weights of) \S+|looking for \S+ on the Hugging Face hub"
+    r"|compiling the CPU kernels .*"
     r"|a trial of threads found \d+ fastest)\n"
 )
 MODEL = "tiny-random"

@@ -16,8 +16,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_server import FakeServer, chat_events, chunked, http
+from server_process import beside_progress
 
+from firstdiff.engine.faults import FAULTS
 from firstdiff.harness.cli import main
+from firstdiff.harness.dialect import DIALECTS
 from firstdiff.harness.replica import Replica
 from firstdiff.tracing.records import RequestRow
 from firstdiff.tracing.store import Run
@@ -65,7 +68,8 @@ def replica() -> Iterator[Replica]:
         (["run", "http://x", "--rate", "-1"], "expected a rate above 0"),
         (["run", "http://x", "--resume"], "expected --out with --resume"),
         (["run", "http://x", "--dialect", "klingon"], "expected a dialect out of"),
-        (["run", "http://x", "--workload", "prose"], "prose"),
+        (["run", "http://x", "--workload", "prose"], "expected --workload out of chat, text, copy, tokens, "),
+        (["run", "http://x", "--workload", "file"], "got 'file'"),
         (["run", "http://x", "--log-dir", "/no/such"], "expected the server's log folder for --log-dir"),
         (["run", "http://x", "--out", "/dev/null/r"], "expected a folder at /dev/null for --out /dev/null/r"),
         (["run", "http://x", "--file", "f.jsonl", "--cases", "7"], "expected no --cases here"),
@@ -87,13 +91,17 @@ def replica() -> Iterator[Replica]:
         (["demo", "--model", "tiny-random", "--cases", "-1"], "expected num_cases"),
         (["demo", "--model", "tiny-random", "--out", "/dev/null"], "expected a folder at /dev/null"),
         (["compare", "a"], "Missing argument"),
+        (["compare", "a", "b", "--format", "html"], "expected --format out of text, markdown, json, got"),
         (["compare", "nowhere", "nowhere"], "expected a Run directory"),
         (["compare", "http://x", "nowhere"], "expected two Run directories or two URLs"),
         (["serve"], "Missing option '--model'"),
         (["serve", "--model", "tiny-random", "--fault", "x"], "expected a fault out of"),
         (["serve", "--model", "no/such-model-at-all"], "no/such-model-at-all"),
         (["serve", "--model", "tiny-random", "--threads", "-1"], "expected --threads in 0..1024, got -1"),
-        (["serve", "--model", "tiny-random", "--dtype", "int1"], "int1"),
+        (
+            ["serve", "--model", "tiny-random", "--dtype", "fp16"],
+            "expected --dtype out of fp32, bf16, got 'fp16'",
+        ),
         (["model", "pull", "gpt-9"], "gpt-9"),
     ],
 )
@@ -104,7 +112,8 @@ def test_a_mistake_is_one_line_and_exit_2(firstdiff: Command, arguments: list[st
     assert "Traceback" not in err
     assert "pass-1234" not in err
     assert out == ""
-    assert len([line for line in err.splitlines() if "rror" in line or line.startswith("firstdiff")]) == 1
+    assert beside_progress(err).startswith("firstdiff")
+    assert beside_progress(err).count("\n") == 1, err
 
 
 @pytest.mark.parametrize(
@@ -124,6 +133,22 @@ def test_what_runs_have_no_use_for_is_refused_by_name(firstdiff: Command, option
 
 def test_the_version_is_told(firstdiff: Command) -> None:
     assert firstdiff("--version") == (0, f"firstdiff {importlib.metadata.version('firstdiff')}\n", "")
+
+
+def test_nothing_asked_is_help_and_exit_2(firstdiff: Command) -> None:
+    code, out, err = firstdiff("model")
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: firstdiff model [OPTIONS] COMMAND")
+
+
+def test_help_names_the_choices(firstdiff: Command) -> None:
+    for command in ("serve", "demo"):
+        code, out, _ = firstdiff(command, "--help")
+        assert code == 0
+        assert f"--fault <{'|'.join(FAULTS)}>" in out
+    for command in ("run", "compare", "eval"):
+        assert f"--dialect <{'|'.join(DIALECTS)}>" in firstdiff(command, "--help")[1]
+    assert "--dtype <fp32|bf16>" in firstdiff("serve", "--help")[1]
 
 
 def test_a_port_in_use_is_named(firstdiff: Command) -> None:
