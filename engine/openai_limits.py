@@ -41,20 +41,19 @@ class Limits:
     max_label_chars: int = 512
 
 
-def check_model(fields: Fields, limits: Limits, *, required: bool = True) -> str:
-    """The model asked for; ApiError 404 when this server has another one."""
+def check_model(fields: Fields, limits: Limits) -> str:
+    """The model asked for, the first one where none is named; ApiError 404 when this server has others."""
     model = fields.text("model")
-    known = ", ".join(limits.models)
-    if model is None and required:
-        raise ApiError(f"expected 'model' as a string, got nothing: send one of {known}", param="model")
-    if model is not None and model not in limits.models:
+    if model is None:
+        return limits.models[0]
+    if model not in limits.models:
         raise ApiError(
-            f"expected a model out of {known}, got {describe(model)}: see /v1/models",
+            f"expected a model out of {', '.join(limits.models)}, got {describe(model)}: see /v1/models",
             status=404,
             param="model",
             code="model_not_found",
         )
-    return model or limits.models[0]
+    return model
 
 
 def parse_token_ids(value: object, param: str, limits: Limits) -> list[int]:

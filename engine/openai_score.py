@@ -89,7 +89,7 @@ def parse_score(body: dict[str, object], limits: Limits) -> ScoreAsk:
     """`prompt` and `target`, each text or ids or an array of either; one prompt serves all targets."""
     fields = Fields(body)
     fields.refuse_any(_OF_VLLM, "this endpoint scores a 'target' after a 'prompt'")
-    model = check_model(fields, limits, required=False)
+    model = check_model(fields, limits)
     prompts = parse_texts_or_ids(fields.take("prompt"), "prompt", limits)
     targets = parse_texts_or_ids(fields.take("target"), "target", limits)
     if len(prompts) not in (1, len(targets)):

@@ -38,7 +38,7 @@ class TokenizeAsk:
 def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeAsk:
     """`prompt` (special tokens are added unless told otherwise) or `messages` (the template adds its own)."""
     fields = Fields(body)
-    check_model(fields, limits, required=False)
+    check_model(fields, limits)
     prompt = fields.text("prompt")
     if prompt is not None and fields.take("messages") is not None:
         raise ApiError("expected prompt or messages, got both: send one", param="messages")
@@ -58,7 +58,7 @@ def parse_tokenize(body: dict[str, object], limits: Limits) -> TokenizeAsk:
 def parse_detokenize(body: dict[str, object], limits: Limits) -> list[int]:
     """`tokens`, which may be empty."""
     fields = Fields(body)
-    check_model(fields, limits, required=False)
+    check_model(fields, limits)
     tokens = fields.take("tokens")
     if tokens is None:
         raise ApiError('expected "tokens" as an array of token ids, got nothing', param="tokens")

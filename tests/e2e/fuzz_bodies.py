@@ -264,8 +264,8 @@ NEUTRAL: dict[str, Mapping[str, tuple[object, ...]]] = {
 }
 """Fields that are refused but for these values."""
 
-_NEEDED = {"model", "prompt", "messages", "target"}
-_OFTEN = {"max_tokens": 0.97, "stream": 0.5, "stream_options": 0.5, "return_token_ids": 0.9,
+_NEEDED = {"prompt", "messages", "target"}
+_OFTEN = {"model": 0.9, "max_tokens": 0.97, "stream": 0.5, "stream_options": 0.5, "return_token_ids": 0.9,
           "logprobs": 0.4, "top_logprobs": 0.3, "echo": 0.3, "n": 0.3, "seed": 0.7, "stop": 0.4}  # fmt: skip
 _STEERING = ("stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "min_tokens", "n", "best_of", "max_tokens", "max_completion_tokens")  # fmt: skip

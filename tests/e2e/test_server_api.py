@@ -205,6 +205,13 @@ def test_a_split_character_is_never_sent_in_halves() -> None:
         assert cut.rstrip("\ufffd") == "日本語é"
 
 
+def test_a_body_without_model_is_answered_by_the_served_one(server: ServerUnderTest) -> None:
+    for path, asked in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HELLO})):
+        for model in ({}, {"model": None}):
+            status, _, answer = server.request("POST", path, asked | model)
+            assert (status, json.loads(answer)["model"]) == (200, MODEL)
+
+
 def test_request_ids_are_echoed_and_name_the_answer(server: ServerUnderTest) -> None:
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
     for path_body in (body, body | {"stream": True}, body | {"n": 2}):

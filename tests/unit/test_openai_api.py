@@ -251,11 +251,18 @@ def test_other_messages_are_refused(messages: Any) -> None:
     refusal(chat, messages=messages)
 
 
-def test_an_unknown_model_is_404_and_a_missing_one_400() -> None:
-    error = refusal(completion, model="other")
-    assert (error.status, error.code) == (404, "model_not_found")
-    assert refusal(completion, model=None).status == 400
-    assert refusal(completion, model=["m"]).status == 400
+@pytest.mark.parametrize("read", [completion, chat])
+def test_without_a_model_the_served_one_is_asked_and_an_unknown_one_is_404(read: Any) -> None:
+    assert read(model=None).model == "m"
+    for name in ("other", ""):
+        error = refusal(read, model=name)
+        assert (error.status, error.code) == (404, "model_not_found")
+    assert refusal(read, model=["m"]).status == 400
+
+
+def test_a_body_without_model_is_one_of_the_served_model() -> None:
+    assert parse_completion({"prompt": "hi"}, LIMITS).model == "m"
+    assert parse_chat({"messages": [{"role": "user", "content": "hi"}]}, LIMITS).model == "m"
 
 
 def test_sampling_resolves_what_depends_on_the_prompt() -> None:
