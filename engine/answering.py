@@ -22,7 +22,8 @@ from firstdiff.engine.connections import written
 from firstdiff.engine.dispatcher import Dispatcher
 from firstdiff.engine.engine import EngineRequest
 from firstdiff.engine.generation import Generation
-from firstdiff.engine.http_errors import REQUEST_ID_HEADER, json_response
+from firstdiff.engine.http_calls import call_of
+from firstdiff.engine.http_errors import ERROR_TYPE, REQUEST_ID_HEADER, json_response
 from firstdiff.engine.openai_api import Ask, Queueing
 from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.openai_limits import Limits
@@ -34,7 +35,6 @@ from firstdiff.engine.tools import OPEN
 from firstdiff.tracing.clock import Clock
 from firstdiff.tracing.records import Sampling
 from firstdiff.tracing.token_log import ServerStamps
-from firstdiff.tracing.trace_context import new_id, start_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Answerer:
                     pieces[choice.index].append(piece)
             return await self._send(request, writer.body(list(pieces.values())), headers)
         finally:
-            generation.close()
+            call_of(request).num_answers = generation.close()
 
     async def score(
         self,
@@ -157,7 +157,7 @@ class Answerer:
                 request, msgspec.json.encode(body), {REQUEST_ID_HEADER: received.request_id}
             )
         finally:
-            generation.close()
+            call_of(request).num_answers = generation.close()
 
     def _choices(self, request_id: str, ask: Ask, prompts: Sequence[list[int]]) -> list[Choice]:
         """Those of the first prompt first."""
@@ -202,19 +202,14 @@ class Answerer:
         *,
         per_prompt: int,
     ) -> Generation:
-        """Submit; one trace for the HTTP request, one server span in it for each choice."""
-        random_bytes = self._rng.randbytes
+        """Submit; all choices share the HTTP request's span."""
         tokenized_ns = self._clock.now_ns()
-        trace = start_trace(
-            request.headers.get("traceparent"), request.headers.get("tracestate"), random_bytes=random_bytes
-        )
+        trace = call_of(request).trace
         stamps = [
             ServerStamps(
                 request_id=choice.request.request_id,
                 trace_id=trace.trace_id,
-                span_id=trace.span_id if choice.index == 0 else new_id(8, random_bytes),
-                parent_span_id=trace.parent_span_id,
-                sampled=trace.sampled,
+                span_id=trace.span_id,
                 endpoint=endpoint,
                 received_unix_ns=received.received_unix_ns,
                 received_ns=received.received_ns,
@@ -266,6 +261,7 @@ class Answerer:
         except ApiError as error:
             if response is None:
                 raise
+            request[ERROR_TYPE] = error.code or "stream_error"
             last = error_event(error.body())
         assert response is not None
         await written(request, response.write(last + DONE), timeout_s=self._write_timeout_s)

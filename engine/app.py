@@ -19,6 +19,7 @@ from firstdiff.engine.access import require_key
 from firstdiff.engine.answering import Answerer, Received
 from firstdiff.engine.connections import Connections
 from firstdiff.engine.dispatcher import Dispatcher
+from firstdiff.engine.http_calls import HttpCalls, call_of
 from firstdiff.engine.http_errors import (
     Handler,
     echo_request_id,
@@ -39,6 +40,9 @@ from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.tracing.clock import Clock
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+SCORE_ALIAS = "/v1/firstdiff/score"
+TRACED_ROUTES = (COMPLETIONS, CHAT, SCORE, SCORE_ALIAS)
+"""Where answers come from."""
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "score-")
 
 
@@ -59,6 +63,7 @@ class Routes:
         body_timeout_s: float,
         api_keys: Sequence[str],
         connections: Connections,
+        calls: HttpCalls,
     ) -> None:
         self._dispatcher = dispatcher
         self._ledger = ledger
@@ -72,12 +77,18 @@ class Routes:
         self._body_timeout_s = body_timeout_s
         self._api_keys = api_keys
         self._connections = connections
+        self._calls = calls
         self._created_unix_s = clock.now_unix_ns() // 1_000_000_000
 
     def app(self) -> web.Application:
         """The application with all routes."""
         app = web.Application(
-            middlewares=[self._connections.note, envelope_errors, require_key(self._api_keys)],
+            middlewares=[
+                self._connections.note,
+                self._calls.watch,
+                envelope_errors,
+                require_key(self._api_keys),
+            ],
             client_max_size=self._max_body_bytes,
         )
         app.on_response_prepare.append(echo_request_id)
@@ -97,7 +108,7 @@ class Routes:
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             SCORE: self.score,
-            "/v1/firstdiff/score": self.score,
+            SCORE_ALIAS: self.score,
             "/abort": self.abort,
             "/reset_prefix_cache": self.reset_prefix_cache,
         }
@@ -235,6 +246,7 @@ class Routes:
     async def _receive(self, request: web.Request) -> tuple[Received, dict[str, object]]:
         request_id = read_request_id(request) or f"{self._rng.getrandbits(128):032x}"
         body = await self._body(request)
+        call_of(request).request_id = request_id
         received = Received(request_id, self._clock.now_unix_ns(), self._clock.now_ns())
         return received, decode_object(body)
 

@@ -75,14 +75,17 @@ class Generation:
             if failure is not None:
                 raise failure
 
-    def close(self) -> None:
-        """The answer has ended: flushed, failed, or its client is gone."""
+    def close(self) -> int:
+        """The answer has ended: flushed, failed, or its client is gone. How many choices the ledger got."""
         self._dispatcher.close(self._mailbox)
         flushed_ns = self._clock.now_ns()
+        num_ended = 0
         for choice in self._choices:
             stamps = self._stamps.get(choice.request.request_id)
             if stamps is not None and stamps.request_id in self._submitted:
                 self._ledger.end(stamps, text=choice.text, flushed_ns=flushed_ns)
+                num_ended += 1
+        return num_ended
 
     def _submit(self, choices: Sequence[Choice]) -> None:
         requests = [choice.request for choice in choices]

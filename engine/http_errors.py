@@ -24,6 +24,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID_HEADER = "X-Request-Id"
 RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
+CANCELLED = "cancelled"
+ERROR_TYPE = web.RequestKey("firstdiff_error_type", str)
+"""Why a request got no whole answer, in a word; for the trace."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -69,16 +72,20 @@ async def envelope_errors(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except ApiError as error:
+        request[ERROR_TYPE] = error.code or str(error.status)
         return error_response(error)
     except web.HTTPException as error:
+        request[ERROR_TYPE] = str(error.status)
         response = error_response(_from_http(request, error))
         if hdrs.ALLOW in error.headers:
             response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
         return response
     except ConnectionError:
         # The client is gone and nothing is wrong here; the answer goes nowhere, but spares the log an error.
+        request[ERROR_TYPE] = CANCELLED
         return web.Response(status=CLIENT_CLOSED_REQUEST)
     except Exception:
+        request[ERROR_TYPE] = "internal_error"
         logging.getLogger(__name__).exception("unforeseen error in %s %s", request.method, request.path)
         return error_response(
             ApiError(

@@ -30,7 +30,7 @@ from aiohttp import web
 
 from firstdiff.engine.access import check_keys, exposure_warning
 from firstdiff.engine.answering import Answerer
-from firstdiff.engine.app import Routes
+from firstdiff.engine.app import TRACED_ROUTES, Routes
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.connections import Connections
 from firstdiff.engine.console import log_on_console
@@ -38,6 +38,7 @@ from firstdiff.engine.core import build_from_config
 from firstdiff.engine.core_client import CoreClient, CoreStartError, InProcessCore, ProcessCore
 from firstdiff.engine.dispatcher import Dispatcher
 from firstdiff.engine.faults import check_faults
+from firstdiff.engine.http_calls import HttpCalls
 from firstdiff.engine.listening import bind, port_error, url_of
 from firstdiff.engine.model_store import resolve
 from firstdiff.engine.openai_limits import Limits
@@ -45,8 +46,9 @@ from firstdiff.engine.prompts import PromptReader
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.clock import Clock, SystemClock
+from firstdiff.tracing.otlp_export import OtlpTarget
 from firstdiff.tracing.records import Identity
-from firstdiff.tracing.spans import traces_url
+from firstdiff.tracing.trace_sampling import Sampler
 
 EXIT_OK = 0
 EXIT_CRASHED = 1
@@ -63,7 +65,9 @@ MAX_TIMEOUT_S = 86_400.0
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `firstdiff serve` was asked for.
 
-    `port` 0 takes any free one. `log_dir` None keeps no token log, `otlp_endpoint` None sends no spans.
+    `port` 0 takes any free one. `log_dir` None keeps no files. `otlp_endpoint`, `otlp_protocol`
+    and `trace_sample_fraction` None leave it to OpenTelemetry's variables; `trace_slow_s` None: being slow is
+    no reason to keep a trace.
     `served_model_name` None serves under the model's own name. `body_timeout_s` bounds a request's head as
     well as its body, `write_timeout_s` how long a client may leave an answer unread, `drain_timeout_s` how
     long running requests may take to finish after a signal. Without `api_keys` anybody is answered.
@@ -76,6 +80,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     in_process: bool = False
     served_model_name: str | None = None
     otlp_endpoint: str | None = None
+    otlp_protocol: str | None = None
+    trace_sample_fraction: float | None = None
+    trace_slow_s: float | None = None
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
@@ -100,10 +107,26 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_keys(self.api_keys)
         if self.served_model_name == "":
             raise ValueError("expected --served-model-name with a character or more, got none: leave it out")
-        if self.otlp_endpoint is not None:
-            traces_url(self.otlp_endpoint)
+        self.otlp()
+        self.sampler()
         if self.log_dir is not None:
             make_log_dir(self.log_dir)
+
+    def otlp(self) -> OtlpTarget | None:
+        """The collector; ValueError when what names it cannot be used."""
+        return OtlpTarget.from_environment(
+            os.environ, endpoint=self.otlp_endpoint, protocol=self.otlp_protocol
+        )
+
+    def sampler(self) -> Sampler:
+        """Which traces are kept; ValueError when that cannot be told."""
+        fraction, slow_s = self.trace_sample_fraction, self.trace_slow_s
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError(f"expected --trace-sample-fraction in 0..1, got {fraction:g}")
+        if slow_s is not None and not 0 <= slow_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"expected --trace-slow in 0..{MAX_TIMEOUT_S:g} seconds, got {slow_s:g}")
+        slow_ns = None if slow_s is None else int(slow_s * 1e9)
+        return Sampler.from_environment(os.environ, fraction=fraction, slow_ns=slow_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +321,7 @@ def _routes(
         body_timeout_s=settings.body_timeout_s,
         api_keys=settings.api_keys,
         connections=connections,
+        calls=HttpCalls(TRACED_ROUTES, ledger=ledger, clock=clock, rng=rng, sampler=settings.sampler()),
     )
 
 
@@ -362,7 +386,8 @@ def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -
             identity,
             model_name=model_name,
             log_dir=settings.log_dir,
-            otlp_endpoint=settings.otlp_endpoint,
+            otlp=settings.otlp(),
+            sampler=settings.sampler(),
         )
     except OSError as error:
         raise _log_error(settings.log_dir, error) from error

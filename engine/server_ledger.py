@@ -18,9 +18,12 @@ from prometheus_client import CollectorRegistry
 
 from firstdiff.engine.engine import EngineRequest
 from firstdiff.tracing.metrics import MetricFold
-from firstdiff.tracing.records import EngineRequestRow, Identity, Row, StepRow
-from firstdiff.tracing.spans import SpanExporterFold
+from firstdiff.tracing.otlp_export import OtlpOutput, OtlpTarget, resource_attributes
+from firstdiff.tracing.records import EngineRequestRow, HttpRow, Identity, Row, StepRow
+from firstdiff.tracing.span_file import SpanFile
+from firstdiff.tracing.span_fold import SpanFold, SpanOutput
 from firstdiff.tracing.token_log import ServerStamps, TokenLogFold, TokenLogWriter, hash_identity
+from firstdiff.tracing.trace_sampling import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +34,32 @@ class _Ended:
 
 
 class ServerLedger:
-    """The folds of one server; `log_dir` and `otlp_endpoint` None mean no log and no spans.
+    """The folds of one server; `log_dir` None means no files, `otlp` None no collector.
 
     ValueError or OSError when the log directory cannot be used.
     """
 
     def __init__(
-        self, identity: Identity, *, model_name: str, log_dir: Path | None, otlp_endpoint: str | None
+        self,
+        identity: Identity,
+        *,
+        model_name: str,
+        log_dir: Path | None,
+        otlp: OtlpTarget | None,
+        sampler: Sampler,
     ) -> None:
         self.identity = identity
         self.identity_sha256 = hash_identity(identity)
         self._requests = TokenLogFold()
         self._metrics = MetricFold(CollectorRegistry(), model_name=model_name)
         self._log = TokenLogWriter(log_dir, identity) if log_dir is not None else None
-        self._spans = SpanExporterFold(otlp_endpoint, identity) if otlp_endpoint is not None else None
+        outputs: list[SpanOutput] = []
+        if log_dir is not None:
+            resource = resource_attributes(identity)
+            outputs.append(SpanFile(log_dir, resource, version=identity.engine_version))
+        if otlp is not None:
+            outputs.append(OtlpOutput(otlp, identity))
+        self._spans = SpanFold(outputs, sampler, model=model_name) if outputs else None
         self._finished_by_engine: set[str] = set()
         self._ended: dict[str, _Ended] = {}
 
@@ -64,6 +79,13 @@ class ServerLedger:
         self._ended[stamps.request_id] = _Ended(stamps, text, flushed_ns)
         if stamps.request_id in self._finished_by_engine:
             self._complete(stamps.request_id)
+
+    def end_http(self, row: HttpRow) -> None:
+        """An HTTP request has ended, after `end` of each of its answers; late rows of those may follow."""
+        if self._log is not None:
+            self._log.write_http(row)
+        if self._spans is not None:
+            self._spans.http(row)
 
     def forget(self, request_id: str) -> None:
         """The engine refused this request: nothing will be written of it."""
@@ -123,4 +145,4 @@ class ServerLedger:
         if self._log is not None:
             self._log.write(row)
         if self._spans is not None:
-            self._spans.end(row, ended.stamps)
+            self._spans.answer(row)

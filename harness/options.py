@@ -168,7 +168,18 @@ class HttpOptions:
         typer.Option(envvar="FIRSTDIFF_API_KEY", help="Who sends it is answered; repeat for more."),
     ] = None
     log_dir: Annotated[Path | None, typer.Option(help="Write token log and steps here.")] = None
-    otlp_endpoint: Annotated[str | None, typer.Option(help="Send spans to this OTLP/HTTP URL.")] = None
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send spans to this collector; default: OTEL_EXPORTER_OTLP_ENDPOINT.")
+    ] = None
+    otlp_protocol: Annotated[
+        str | None, typer.Option(help="http/protobuf or grpc; default: OTEL_EXPORTER_OTLP_PROTOCOL, or http.")
+    ] = None
+    trace_sample_fraction: Annotated[
+        float | None, typer.Option(help="Keep this share of traces; default: OTEL_TRACES_SAMPLER, or all.")
+    ] = None
+    trace_slow: Annotated[
+        float | None, typer.Option(help="Keep also those of requests that took so many seconds.")
+    ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Of a request, decompressed.")] = 4 << 20
     body_timeout: Annotated[float, typer.Option(help="Seconds a request may take to arrive.")] = 60.0
     write_timeout: Annotated[float, typer.Option(help="Seconds an answer may lie unread.")] = 60.0
@@ -179,7 +190,7 @@ class HttpOptions:
     def serve_fields(self) -> dict[str, Any]:
         """What ServeSettings are made of, beside the engine's."""
         renamed = {"body_timeout": "body_timeout_s", "write_timeout": "write_timeout_s"}
-        renamed["drain_timeout"] = "drain_timeout_s"
+        renamed |= {"drain_timeout": "drain_timeout_s", "trace_slow": "trace_slow_s"}
         values = {renamed.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
         del values["stop_on_stdin_end"]
         return values | {"api_keys": tuple(values.pop("api_key") or ())}

@@ -14,22 +14,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-NAMES_VERSION = 1
+NAMES_VERSION = 2
 """Raised when a name or a definition in this file changes its meaning."""
 
 SERVICE_NAME = "firstdiff"
 METRIC_PREFIX = "firstdiff_"
 
-PHASES = ("tokenize", "queue", "prefill", "decode", "stream")
+PHASES = ("tokenize", "queue", "prefill", "decode", "preempted", "stream")
 """The phases that partition a request, in order; their borders are the stamps of a TokenLogRow:
 
 tokenize received -> tokenized, queue -> first_scheduled, prefill -> first_token, decode -> finished,
-stream -> flushed.
+stream -> flushed; what lies inside prefill and decode between losing the KV blocks and having as many tokens
+computed again is preempted instead (tracing/timeline.py).
 """
 
 # Span and resource attributes: OpenTelemetry's.
 HTTP_METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
 ERROR_TYPE = "error.type"
 SERVICE_NAME_KEY = "service.name"
 SERVICE_VERSION_KEY = "service.version"
@@ -62,8 +64,16 @@ LATENCY_INFERENCE = "gen_ai.latency.time_in_model_inference"
 NAMES_VERSION_KEY = "firstdiff.names_version"
 REQUEST_ID = "firstdiff.request_id"
 IDENTITY_SHA256 = "firstdiff.identity_sha256"
-PHASE_DURATION_NS = "firstdiff.phase.duration_ns"
-"""The phase exactly as logged; the span itself may differ by the gaps (see tracing/spans.py)."""
+NUM_ANSWERS = "firstdiff.num_answers"
+SPAN_DURATION_NS = "firstdiff.duration_ns"
+"""The span's stretch of time exactly as logged; the span may differ by the gaps between spans."""
+PHASE_TOTAL_NS = {phase: f"firstdiff.phase.{phase}.duration_ns" for phase in PHASES}
+"""On the inference span, for each phase: all of its time, 0 when never entered; the sum is the request's."""
+HIDDEN_PHASES = "firstdiff.hidden_phases"
+"""Other phases that lie inside the span, where there were too many for a span each."""
+START_TOKEN = "firstdiff.start_token"
+FIRST_BATCH_SIZE = "firstdiff.batch_size_at_first_token"
+PRIORITY = "firstdiff.priority"
 NUM_PREFILL_CHUNKS = "firstdiff.num_prefill_chunks"
 NUM_COMPUTED_PROMPT_TOKENS = "firstdiff.num_computed_prompt_tokens"
 NUM_PREEMPTIONS = "firstdiff.num_preemptions"

@@ -212,7 +212,8 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     """The token-ID log: one line a finished request, enough to replay it and to explain each token.
 
     The five per-token lists have one entry for each of `token_ids`, in output order. `token_ids`
-    includes the EOS or stop token when one ended the request; `text` does not. `identity_sha256`
+    includes the EOS or stop token when one ended the request; `text` does not. `span_id` is that of the HTTP
+    request (HttpRow), which answers may share. `identity_sha256`
     points at the Identity line of the same log (SHA-256 of its JSON). `user` and `metadata` are what the
     client called the request. `received_ns`, `tokenized_ns` and
     `flushed_ns` are the server's: HTTP body read, prompt ids ready, last byte written.
@@ -222,6 +223,7 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     request_id: str
     trace_id: str | None
     span_id: str | None
+    tracestate: str = ""
     endpoint: str
     identity_sha256: str
     received_unix_ns: int
@@ -249,6 +251,32 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     priority: int = 0
     user: str | None = None
     metadata: dict[str, str] = {}
+
+
+class HttpRow(Row, frozen=True, kw_only=True, tag="http"):
+    """One HTTP request for an answer as the server saw it, refused ones included.
+
+    `received_ns` is when its head was read, `ended_ns` when nothing more was written to it. `status` is None
+    when the client was gone before there was one. `error_type` says in a word why there was no whole answer:
+    the error's code, `cancelled` for a client that left, `stream_error` after a stream had begun; None when
+    all is well. `num_answers` counts the requests that the engine took for it, each a TokenLogRow with this
+    row's `span_id`. `sampled` is what was decided when it came.
+    """
+
+    request_id: str | None
+    trace_id: str
+    span_id: str
+    parent_span_id: str | None
+    tracestate: str = ""
+    sampled: bool
+    method: str
+    route: str
+    status: int | None
+    error_type: str | None
+    received_unix_ns: int
+    received_ns: int
+    ended_ns: int
+    num_answers: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """The token-ID log: one row a finished request, folded from the engine's rows and the server's stamps.
 
-Owns: joining the rows of one request, the phases that partition it, the log files (`tokens.jsonl`,
-`steps.jsonl`) of a server. Refuses to know: HTTP, text processing, who reads the log. Invariants: a row is
-made only of complete engine rows (every token, in order); each phase is >= 0 and the five sum exactly to
-flushed - received; a log that cannot be written loses rows and counts them, and never fails a request.
+Owns: joining the rows of one request, the log files (`tokens.jsonl`, `steps.jsonl`, `http.jsonl`) of a
+server. Refuses to know: HTTP, text processing, who reads the log. Invariants: a row is made only of complete
+engine rows (every token, in order); a log that cannot be written loses rows and counts them, and never fails
+a request.
 
 Usage: `log.write(fold.end(stamps, text=text, flushed_ns=clock.now_ns(), identity_sha256=sha))`.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 
 from firstdiff.tracing.lines import LineFile, read_lines
-from firstdiff.tracing.names import PHASES
 from firstdiff.tracing.records import (
     UNREADABLE,
     EngineRequestRow,
+    HttpRow,
     Identity,
     Row,
     Sampling,
@@ -27,23 +27,22 @@ from firstdiff.tracing.records import (
     TokenLogRow,
     TokenRow,
 )
+from firstdiff.tracing.timeline import phase_durations_ns as phase_durations_ns
 
 TOKENS_FILE = "tokens.jsonl"
 STEPS_FILE = "steps.jsonl"
+HTTP_FILE = "http.jsonl"
 
 
 class ServerStamps(msgspec.Struct, frozen=True, kw_only=True):
     """What the server knows of one engine request: its trace, its route and its own three moments.
 
-    `span_id` is this request's own server span, unique even when several requests share one HTTP call;
-    `parent_span_id` is the caller's. Stamps as in TokenLogRow.
+    `span_id` is the HTTP request's, which several engine requests may share. Stamps as in TokenLogRow.
     """
 
     request_id: str
     trace_id: str
     span_id: str
-    parent_span_id: str | None
-    sampled: bool
     endpoint: str
     received_unix_ns: int
     received_ns: int
@@ -100,6 +99,7 @@ class TokenLogFold:
             request_id=stamps.request_id,
             trace_id=stamps.trace_id,
             span_id=stamps.span_id,
+            tracestate=stamps.tracestate,
             endpoint=stamps.endpoint,
             identity_sha256=identity_sha256,
             received_unix_ns=stamps.received_unix_ns,
@@ -212,35 +212,14 @@ def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
     return tokens, engine
 
 
-def phase_durations_ns(row: TokenLogRow) -> dict[str, int]:
-    """How long each phase took, in the order of PHASES: a partition of received_ns .. flushed_ns.
-
-    A phase that was never left lasts until the request finished and the phases after it, up to `stream`,
-    take 0: a request aborted in the queue was queued to the end. Stamps outside their order (an answer
-    flushed at a stop string before the engine heard of it) are moved to the nearest moment that keeps it.
-    ValueError when flushed_ns lies before received_ns.
-    """
-    if row.flushed_ns < row.received_ns:
-        raise ValueError(
-            f"expected flushed_ns >= received_ns in request {row.request_id}, "
-            f"got {row.flushed_ns} < {row.received_ns}: the log mixes two machines' clocks"
-        )
-    first_token_ns = row.finished_ns if row.first_token_ns is None else row.first_token_ns
-    first_scheduled_ns = first_token_ns if row.first_scheduled_ns is None else row.first_scheduled_ns
-    borders_ns = [row.received_ns]
-    for stamp_ns in (row.tokenized_ns, first_scheduled_ns, first_token_ns, row.finished_ns):
-        borders_ns.append(min(max(stamp_ns, borders_ns[-1]), row.flushed_ns))
-    borders_ns.append(row.flushed_ns)
-    return {name: borders_ns[i + 1] - borders_ns[i] for i, name in enumerate(PHASES)}
-
-
 def hash_identity(identity: Identity) -> str:
     """SHA-256 of the Identity's JSON line: the `identity_sha256` of its server's log rows."""
     return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
 
 class TokenLogWriter:
-    """The log directory of one server: `tokens.jsonl` (Identity line, then TokenLogRows), `steps.jsonl`.
+    """The log directory of one server: `tokens.jsonl` (Identity line, then TokenLogRows), `steps.jsonl` and
+    `http.jsonl` (HttpRows).
 
     A directory may be used again by a later server: it appends an Identity line of its own. ValueError
     when another process is writing there. OSErrors of the first line are raised (the log does not work at
@@ -253,6 +232,7 @@ class TokenLogWriter:
         self.num_lost_rows = 0
         self._tokens = LineFile(directory / TOKENS_FILE)
         self._steps = LineFile(directory / STEPS_FILE)
+        self._http = LineFile(directory / HTTP_FILE)
         self._tokens.append(msgspec.json.encode(identity))
 
     def write(self, row: TokenLogRow) -> None:
@@ -263,9 +243,13 @@ class TokenLogWriter:
         """Append one step; as `write`."""
         self._append(self._steps, row)
 
+    def write_http(self, row: HttpRow) -> None:
+        """Append one HTTP request; as `write`."""
+        self._append(self._http, row)
+
     def close(self) -> None:
-        """Flush both files to disk and close them; rows written later are lost and counted."""
-        for file in (self._tokens, self._steps):
+        """Flush the files to disk and close them; rows written later are lost and counted."""
+        for file in (self._tokens, self._steps, self._http):
             try:
                 file.close()
             except OSError:

@@ -302,7 +302,8 @@ def test_the_token_log_has_every_request_once(tmp_path: Path) -> None:
     assert by_id["r4"].sampling.seed == 5
     assert len({by_id[f"r{i}"].sampling.seed for i in range(40) if i % 5 != 4}) == 32
     assert {by_id[f"r{i}"].trace_id for i in range(40)} == {trace[3:35]}
-    assert len({row.span_id for row in rows}) == 42
+    # The two answers of the pair share their HTTP request.
+    assert len({row.span_id for row in rows}) == 41
     assert by_id["pair-0"].trace_id == by_id["pair-1"].trace_id
     steps = (tmp_path / "steps.jsonl").read_bytes().splitlines()
     assert len(steps) > 12

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from firstdiff.tracing.records import EngineRequestRow, Identity, PrefillChunk, Sampling, StepRow, TokenRow
+from firstdiff.tracing.records import (
+    EngineRequestRow,
+    HttpRow,
+    Identity,
+    PrefillChunk,
+    Sampling,
+    StepRow,
+    TokenRow,
+)
 from firstdiff.tracing.token_log import ServerStamps, TokenLogFold
 
 SAMPLING = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=7, max_tokens=16)
@@ -12,8 +20,6 @@ STAMPS = ServerStamps(
     request_id="r1",
     trace_id="1" * 32,
     span_id="2" * 16,
-    parent_span_id=None,
-    sampled=True,
     endpoint="/v1/completions",
     received_unix_ns=10**18,
     received_ns=1_000,
@@ -82,6 +88,26 @@ def log_row(**changes):
         fold.feed(row)
     row = fold.end(STAMPS, text="abc", flushed_ns=9_000, identity_sha256="s")
     return msgspec.structs.replace(row, **changes)
+
+
+def http_row(**changes):
+    """The HTTP request that `log_row` answers: its head came 100 ns before its body was read."""
+    fields = {
+        "request_id": "r1",
+        "trace_id": STAMPS.trace_id,
+        "span_id": STAMPS.span_id,
+        "parent_span_id": None,
+        "sampled": True,
+        "method": "POST",
+        "route": STAMPS.endpoint,
+        "status": 200,
+        "error_type": None,
+        "received_unix_ns": STAMPS.received_unix_ns - 100,
+        "received_ns": STAMPS.received_ns - 100,
+        "ended_ns": 9_500,
+        "num_answers": 1,
+    }
+    return HttpRow(**(fields | changes))
 
 
 def step_row(index):

@@ -22,10 +22,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ledger_rows import STAMPS, identity, log_row
+from ledger_rows import http_row, identity, log_row
 
-from firstdiff.tracing.spans import NUM_SPANS_MAX, SpanExporterFold, request_spans, start_trace, traces_url
+from firstdiff.tracing.otlp_export import OtlpOutput, OtlpTarget, traces_url
+from firstdiff.tracing.request_spans import answer_spans, http_span
 from firstdiff.tracing.token_log import hash_identity
+from firstdiff.tracing.trace_context import start_trace
+
+NUM_SPANS = 7
+"""Of one small request: server, inference and five phases."""
 
 END_LIMIT_S = 5.0
 """For hundreds of `end`s of 0.2 ms each on a busy machine: one that waited for a collector would pass it."""
@@ -98,21 +103,25 @@ def hang(server):
     server.release.wait()
 
 
-def stamps_of(index, **changes):
-    random_bytes = random.Random(index).randbytes
-    context = start_trace(None, random_bytes=random_bytes)
-    fields = {"request_id": f"r{index}", "trace_id": context.trace_id, "span_id": context.span_id}
-    return msgspec.structs.replace(STAMPS, **(fields | changes))
+def output_to(url, **settings):
+    return OtlpOutput(OtlpTarget(traces_url(url)), identity(), **settings)
 
 
-def end_many(fold, num_requests):
-    """End so many requests; how long that took, in seconds."""
+def spans_of(index, row=None, **changes):
+    """The spans of a request in a trace of its own."""
+    context = start_trace(None, random_bytes=random.Random(index).randbytes)
+    ids = {"trace_id": context.trace_id, "span_id": context.span_id}
+    row = msgspec.structs.replace(row or log_row(request_id=f"r{index}"), **ids)
+    http = http_row(**(ids | changes))
+    row = msgspec.structs.replace(row, tracestate=http.tracestate)
+    return [http_span(http), *answer_spans(row, model="m")]
+
+
+def send_many(output, num_requests):
+    """Send the spans of so many requests; how long that took, in seconds."""
     started_s = time.monotonic()
     for index in range(num_requests):
-        stamps = stamps_of(index)
-        fold.end(
-            log_row(request_id=stamps.request_id, trace_id=stamps.trace_id, span_id=stamps.span_id), stamps
-        )
+        output.send(spans_of(index))
     return time.monotonic() - started_s
 
 
@@ -130,22 +139,22 @@ def attributes_of(message):
 def test_a_collector_decodes_what_the_row_said(monkeypatch):
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     row = log_row(finish_reason="error", error="the engine core died")
-    stamps = stamps_of(1, parent_span_id="00f067aa0ba902b7", tracestate="rojo=1,congo=2")
+    changes = {"parent_span_id": "00f067aa0ba902b7", "tracestate": "rojo=1,congo=2"}
+    expected = spans_of(1, row, error_type="engine_unavailable", **changes)
     with collector() as server:
-        fold = SpanExporterFold(server.url, identity())
-        fold.end(row, stamps)
+        fold = output_to(server.url)
+        fold.send(expected)
         fold.close(timeout_s=10)
         received = server.spans()
     assert set(server.paths) == {"/v1/traces"}
-    assert (fold.num_sent_spans, fold.num_dropped_spans) == (NUM_SPANS_MAX, 0)
-    expected = request_spans(row, stamps, model="m")
+    assert (fold.num_sent_spans, fold.num_dropped_spans) == (NUM_SPANS, 0)
     assert len(received) == len(expected)
     by_id = {span.span_id.hex(): (resource, scope, span) for resource, scope, span in received}
     for record in expected:
         resource, scope, span = by_id[record.span_id]
         assert span.name == record.name
         assert span.kind == (Span.SPAN_KIND_SERVER if record.kind == "server" else Span.SPAN_KIND_INTERNAL)
-        assert span.trace_id.hex() == stamps.trace_id
+        assert span.trace_id.hex() == record.trace_id
         assert span.parent_span_id.hex() == record.parent_span_id
         assert (span.start_time_unix_nano, span.end_time_unix_nano) == (
             record.start_unix_ns,
@@ -155,15 +164,15 @@ def test_a_collector_decodes_what_the_row_said(monkeypatch):
         assert span.trace_state == "rojo=1,congo=2"
         # OTLP's flags say that the parent is known to be remote (0x300) or known not to be (0x100).
         assert span.flags & 0x300 == (0x300 if record.kind == "server" else 0x100)
-        is_failed = record.kind == "server" or record.name.startswith("text_completion")
-        assert span.status.code == (Status.STATUS_CODE_ERROR if is_failed else Status.STATUS_CODE_UNSET)
-        assert span.status.message == ("the engine core died" if is_failed else "")
+        assert span.status.code == (Status.STATUS_CODE_ERROR if record.error else Status.STATUS_CODE_UNSET)
+        assert span.status.message == (record.error or "")
         described = attributes_of(resource)
         assert described["service.name"] == "firstdiff"
         assert described["service.version"] == "0.1"
         assert described["service.instance.id"] == "i1"
         assert described["firstdiff.identity_sha256"] == hash_identity(identity())
         assert scope.name == "firstdiff"
+    assert [record.error for record in expected[:2]] == ["engine_unavailable", "the engine core died"]
     # One tree and no orphan: each parent but the caller's is among the spans.
     parents = {span.parent_span_id.hex() for _, _, span in received}
     assert parents - by_id.keys() == {"00f067aa0ba902b7"}
@@ -172,58 +181,20 @@ def test_a_collector_decodes_what_the_row_said(monkeypatch):
 def test_opentelemetrys_own_variable_names_the_service(monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-team")
     with collector() as server:
-        fold = SpanExporterFold(server.url, identity())
-        end_many(fold, 1)
+        fold = output_to(server.url)
+        send_many(fold, 1)
         fold.close(timeout_s=10)
         assert {attributes_of(resource)["service.name"] for resource, _, _ in server.spans()} == {"my-team"}
 
 
-@pytest.mark.parametrize(
-    ("traceparent", "num_spans", "joins"),
-    [
-        (None, NUM_SPANS_MAX, False),
-        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", NUM_SPANS_MAX, True),
-        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00", 0, True),
-        ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-03", NUM_SPANS_MAX, True),
-        ("00-4BF92F3577B34DA6A3CE929D0E0E4736-00F067AA0BA902B7-01", NUM_SPANS_MAX, False),
-        ("00-00000000000000000000000000000000-00f067aa0ba902b7-01", NUM_SPANS_MAX, False),
-        ("garbage", NUM_SPANS_MAX, False),
-    ],
-    ids=["none", "valid", "unsampled", "flags as bits", "upper case", "all zero", "malformed"],
-)
-@pytest.mark.parametrize("tracestate", [None, "a=1", "a=" + "x" * 1_000])
-def test_the_header_decides_trace_parent_and_sampling(traceparent, tracestate, num_spans, joins):
-    context = start_trace(traceparent, tracestate)
-    stamps = msgspec.structs.replace(
-        STAMPS,
-        trace_id=context.trace_id,
-        span_id=context.span_id,
-        parent_span_id=context.parent_span_id,
-        sampled=context.sampled,
-        tracestate=context.tracestate,
-    )
-    with collector() as server:
-        fold = SpanExporterFold(server.url, identity())
-        fold.end(log_row(), stamps)
-        fold.close(timeout_s=10)
-        spans = [span for _, _, span in server.spans()]
-    assert (len(spans), fold.num_dropped_spans) == (num_spans, 0)
-    roots = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
-    for root in roots:
-        assert (root.trace_id.hex() == "4bf92f3577b34da6a3ce929d0e0e4736") == joins
-        assert root.parent_span_id.hex() == ("00f067aa0ba902b7" if joins else "")
-        assert root.trace_state == ("a=1" if joins and tracestate == "a=1" else "")
-    assert len({span.trace_id for span in spans}) == bool(num_spans)
-
-
 def test_many_requests_arrive_whole():
     with collector() as server:
-        fold = SpanExporterFold(server.url, identity(), delay_s=0.05)
-        end_many(fold, 300)
+        fold = output_to(server.url, delay_s=0.05)
+        send_many(fold, 300)
         fold.close(timeout_s=20)
         traces = Counter(span.trace_id for _, _, span in server.spans())
-    assert (fold.num_sent_spans, fold.num_dropped_spans) == (300 * NUM_SPANS_MAX, 0)
-    assert traces == {bytes.fromhex(stamps_of(index).trace_id): NUM_SPANS_MAX for index in range(300)}
+    assert (fold.num_sent_spans, fold.num_dropped_spans) == (300 * NUM_SPANS, 0)
+    assert traces == {bytes.fromhex(spans_of(index)[0].trace_id): NUM_SPANS for index in range(300)}
 
 
 def free_port():
@@ -232,26 +203,24 @@ def free_port():
 
 
 def test_a_dead_collector_delays_and_fails_nothing():
-    fold = SpanExporterFold(
-        f"http://127.0.0.1:{free_port()}", identity(), max_pending_spans=700, delay_s=0.05
-    )
-    assert end_many(fold, 500) < END_LIMIT_S
+    fold = output_to(f"http://127.0.0.1:{free_port()}", max_pending_spans=700, delay_s=0.05)
+    assert send_many(fold, 500) < END_LIMIT_S
     started_s = time.monotonic()
     fold.close(timeout_s=0.5)
     assert time.monotonic() - started_s < 3
-    assert (fold.num_sent_spans, fold.num_dropped_spans) == (0, 500 * NUM_SPANS_MAX)
+    assert (fold.num_sent_spans, fold.num_dropped_spans) == (0, 500 * NUM_SPANS)
 
 
 def test_a_hanging_collector_delays_and_fails_nothing():
     with collector(hang) as server:
-        fold = SpanExporterFold(server.url, identity(), max_pending_spans=700, delay_s=0.05)
-        assert end_many(fold, 500) < END_LIMIT_S
+        fold = output_to(server.url, max_pending_spans=700, delay_s=0.05)
+        assert send_many(fold, 500) < END_LIMIT_S
         # 700 wait and one batch of 512 is on its way; all others were dropped at once.
-        assert fold.num_dropped_spans >= 500 * NUM_SPANS_MAX - 700 - 512
+        assert fold.num_dropped_spans >= 500 * NUM_SPANS - 700 - 512
         started_s = time.monotonic()
         fold.close(timeout_s=0.5)
         assert time.monotonic() - started_s < 3
-        assert (fold.num_sent_spans, fold.num_dropped_spans) == (0, 500 * NUM_SPANS_MAX)
+        assert (fold.num_sent_spans, fold.num_dropped_spans) == (0, 500 * NUM_SPANS)
 
 
 def test_what_a_slow_collector_has_no_room_for_is_dropped_by_whole_requests():
@@ -260,34 +229,32 @@ def test_what_a_slow_collector_has_no_room_for_is_dropped_by_whole_requests():
         return 200
 
     with collector(slowly) as server:
-        fold = SpanExporterFold(server.url, identity(), max_pending_spans=20 * NUM_SPANS_MAX, delay_s=0.01)
-        assert end_many(fold, 400) < END_LIMIT_S
+        fold = output_to(server.url, max_pending_spans=20 * NUM_SPANS, delay_s=0.01)
+        assert send_many(fold, 400) < END_LIMIT_S
         fold.close(timeout_s=20)
         traces = Counter(span.trace_id for _, _, span in server.spans())
-    assert set(traces.values()) == {NUM_SPANS_MAX}
+    assert set(traces.values()) == {NUM_SPANS}
     assert fold.num_dropped_spans > 0
     assert fold.num_sent_spans == sum(traces.values())
-    assert fold.num_sent_spans + fold.num_dropped_spans == 400 * NUM_SPANS_MAX
+    assert fold.num_sent_spans + fold.num_dropped_spans == 400 * NUM_SPANS
 
 
 def test_the_room_is_exact():
     with collector(hang) as server:
-        fold = SpanExporterFold(server.url, identity(), max_pending_spans=3 * NUM_SPANS_MAX - 1, delay_s=60)
-        end_many(fold, 2)
+        fold = output_to(server.url, max_pending_spans=3 * NUM_SPANS - 1, delay_s=60)
+        send_many(fold, 2)
         assert fold.num_dropped_spans == 0
-        end_many(fold, 1)
-        assert fold.num_dropped_spans == NUM_SPANS_MAX
+        send_many(fold, 1)
+        assert fold.num_dropped_spans == NUM_SPANS
         fold.close(timeout_s=0.1)
-    with pytest.raises(ValueError, match="expected 7 pending spans or more, got 6"):
-        SpanExporterFold(server.url, identity(), max_pending_spans=NUM_SPANS_MAX - 1)
 
 
 def test_a_refusing_collector_is_counted():
     with collector(lambda _: 400) as server:
-        fold = SpanExporterFold(server.url, identity())
-        end_many(fold, 3)
+        fold = output_to(server.url)
+        send_many(fold, 3)
         fold.close(timeout_s=10)
-    assert (fold.num_sent_spans, fold.num_dropped_spans) == (0, 3 * NUM_SPANS_MAX)
+    assert (fold.num_sent_spans, fold.num_dropped_spans) == (0, 3 * NUM_SPANS)
 
 
 def test_a_collector_that_is_briefly_away_loses_nothing():
@@ -295,24 +262,24 @@ def test_a_collector_that_is_briefly_away_loses_nothing():
         return 503 if len(server.paths) == 1 else 200
 
     with collector(away_once) as server:
-        fold = SpanExporterFold(server.url, identity(), delay_s=0.01)
-        end_many(fold, 3)
+        fold = output_to(server.url, delay_s=0.01)
+        send_many(fold, 3)
         deadline_s = time.monotonic() + 10
-        while fold.num_sent_spans < 3 * NUM_SPANS_MAX and time.monotonic() < deadline_s:
+        while fold.num_sent_spans < 3 * NUM_SPANS and time.monotonic() < deadline_s:
             time.sleep(0.02)
         fold.close(timeout_s=10)
-        assert len(server.spans()) == fold.num_sent_spans == 3 * NUM_SPANS_MAX
+        assert len(server.spans()) == fold.num_sent_spans == 3 * NUM_SPANS
     assert fold.num_dropped_spans == 0
 
 
 def test_after_close_requests_are_dropped_and_counted_and_no_thread_stays():
     threads = set(threading.enumerate())
     with collector() as server:
-        fold = SpanExporterFold(server.url, identity())
+        fold = output_to(server.url)
         fold.close()
         fold.close()
-        end_many(fold, 2)
-        assert fold.num_dropped_spans == 2 * NUM_SPANS_MAX
+        send_many(fold, 2)
+        assert fold.num_dropped_spans == 2 * NUM_SPANS
     left = {thread.name for thread in set(threading.enumerate()) - threads}
     assert not any("Span" in name or "flush" in name for name in left), left
 
@@ -345,5 +312,5 @@ def test_the_endpoint_is_a_base_or_the_full_url(endpoint, url):
     ],
 )
 def test_what_is_no_endpoint_says_so(endpoint):
-    with pytest.raises(ValueError, match="expected an OTLP/HTTP endpoint like"):
-        SpanExporterFold(endpoint, identity())
+    with pytest.raises(ValueError, match="expected an OTLP endpoint like"):
+        OtlpTarget.from_environment({}, endpoint=endpoint)

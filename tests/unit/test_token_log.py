@@ -152,6 +152,7 @@ def test_a_dead_engines_request_is_logged_with_the_tokens_that_came(num_tokens):
         "queue": 6_000 - decode_ns,
         "prefill": 0,
         "decode": decode_ns,
+        "preempted": 0,
         "stream": 1_000,
     }
 
@@ -198,6 +199,7 @@ def test_stamps_in_order_are_the_borders(stamps):
         scheduled - tokenized,
         first_token - scheduled,
         finished - first_token,
+        0,
         flushed - finished,
     ]
 
@@ -205,12 +207,12 @@ def test_stamps_in_order_are_the_borders(stamps):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, [1, 1, 2, 3, 1]),
-        ({"first_scheduled_ns": None, "first_token_ns": None}, [1, 6, 0, 0, 1]),
-        ({"first_token_ns": None}, [1, 1, 5, 0, 1]),
-        ({"first_scheduled_ns": None}, [1, 3, 0, 3, 1]),
+        ({}, [1, 1, 2, 3, 0, 1]),
+        ({"first_scheduled_ns": None, "first_token_ns": None}, [1, 6, 0, 0, 0, 1]),
+        ({"first_token_ns": None}, [1, 1, 5, 0, 0, 1]),
+        ({"first_scheduled_ns": None}, [1, 3, 0, 3, 0, 1]),
         # Flushed at a stop string, before the engine heard of it.
-        ({"flushed_ns": 7_000}, [1, 1, 2, 2, 0]),
+        ({"flushed_ns": 7_000}, [1, 1, 2, 2, 0, 0]),
     ],
     ids=["whole", "never scheduled", "no token", "schedule unknown", "flushed first"],
 )
