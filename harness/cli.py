@@ -4,7 +4,7 @@ Owns: commands, exit codes, the one line that a mistake gets. Refuses to know: h
 cli_serve.py and plugin.py the only module that imports other rooms, and only inside the commands that need
 them, so that the base install, without torch, has all the commands that need none.
 Invariants: results go to standard output, everything else to standard error; exit 0 pass, 1 fail, 2 usage,
-3 unknown, 4 invalid (the client was late, an endpoint or a replica failed).
+3 unknown, 4 invalid (the client was late, an endpoint or a replica failed, the disk was full).
 
 Usage: `firstdiff compare http://127.0.0.1:8001 http://127.0.0.1:8002`.
 """
@@ -12,6 +12,7 @@ Usage: `firstdiff compare http://127.0.0.1:8001 http://127.0.0.1:8002`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import importlib.util
 import sys
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 _MISUSE: type[BaseException] = typer.BadParameter.__bases__[0]
 """Whatever the parser finds wrong with a command line."""
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 EXIT_FAIL, EXIT_USAGE, EXIT_UNKNOWN, EXIT_INVALID = 1, 2, 3, 4
 
@@ -346,7 +349,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _MISUSE as error:
         _warn_of_misuse(error)
         raise SystemExit(EXIT_USAGE) from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            _warn(str(error))
+            raise SystemExit(EXIT_USAGE) from None
+        where = f" for {error.filename}" if error.filename else ""
+        _warn(
+            f"expected room{where}, got: {error.strerror}: free some and repeat; a Run goes on with --resume"
+        )
+        raise SystemExit(EXIT_INVALID) from None
+    except ValueError as error:
         _warn(str(error))
         raise SystemExit(EXIT_USAGE) from None
     except EndpointError as error:

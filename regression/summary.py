@@ -85,6 +85,11 @@ def read_run(run: Run) -> RunView:
             logs = {log.request_id: log for log in read_token_log(file)[1]}
         except (ValueError, OSError) as error:
             problems.append(f"the token log is damaged: {quoted(str(error), 200)}")
+        else:
+            answered = [row for row in rows.values() if row.outcome == "ok"]
+            num_missing = sum(row.request_id not in logs for row in answered)
+            if num_missing:
+                problems.append(f"the token log lacks {num_missing} of {len(answered)} answered requests")
     return RunView(run.manifest, rows, logs, problems)
 
 

@@ -43,7 +43,7 @@ class LineFile:
     def append(self, line: bytes) -> None:
         """Append `line` (no newline inside) and its newline.
 
-        OSError (disk full, say) leaves the file as it was; ValueError when closed.
+        OSError (disk full, say) names the file and leaves it as it was; ValueError when closed.
         """
         assert b"\n" not in line
         if self.closed:
@@ -53,8 +53,9 @@ class LineFile:
             view = memoryview(content)
             while view:
                 view = view[os.write(self._fd, view) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._fd, self._num_bytes)
+            error.filename = str(self.path)
             raise
         self._num_bytes += len(content)
 

@@ -96,7 +96,8 @@ class Run:
     def append_line(self, name: str, line: bytes) -> None:
         """Append an already encoded line (no newline inside) to `<name>.jsonl`.
 
-        OSError (disk full, say) leaves the file as it was; ValueError when another process is writing it.
+        OSError (disk full, say) names the file and leaves it as it was; ValueError when another process is
+        writing it.
         """
         if not self._writable:
             raise ValueError(f"expected a Run open for appending, got {self.path} opened for reading")
@@ -156,5 +157,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ Usage: `log.write(fold.end(stamps, text=text, flushed_ns=clock.now_ns(), identit
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import msgspec
@@ -236,7 +237,7 @@ class TokenLogWriter:
         self._tokens.append(msgspec.json.encode(identity))
 
     def write(self, row: TokenLogRow) -> None:
-        """Append one request. Never raises: a row that cannot be written is counted in `num_lost_rows`."""
+        """Append one request. Never raises: a lost row counts in `num_lost_rows`, the first is logged."""
         self._append(self._tokens, row)
 
     def write_step(self, row: StepRow) -> None:
@@ -259,7 +260,9 @@ class TokenLogWriter:
     def _append(self, file: LineFile, row: Row) -> None:
         try:
             file.append(msgspec.json.encode(row))
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if not self.num_lost_rows:
+                logging.getLogger(__name__).warning("%s: rows are lost, and counted in the metrics", error)
             self.num_lost_rows += 1
 
 

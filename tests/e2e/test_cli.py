@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -213,6 +214,23 @@ def test_failures_are_exit_4_and_kept(firstdiff: Command, tmp_path: Path) -> Non
     assert (code, out) == (4, f"{tmp_path / 'r'}: 0 of 3 requests ok\n")
     assert "first failure: case chat-00000, failed: status 500: no memory" in err
     assert {row.status for row in Run.open(tmp_path / "r").rows("requests", RequestRow)} == {500}
+
+
+def test_a_full_disk_is_exit_4_and_the_run_goes_on_later(firstdiff: Command, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    arguments = ["--out", path, "--cases", "40", "--warmup", "0"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with FakeServer(MODELS | {CHAT: chunked(chat_events(["yes"]))}) as server:
+        # A file that may not grow further, as where a disk is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            code, out, err = firstdiff("run", server.url, *arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (code, out) == (4, "")
+        (said,) = [line for line in err.splitlines() if not line.startswith("running")]
+        assert said.startswith(f"firstdiff: expected room for {path / 'requests.jsonl'}, got: ")
+        assert firstdiff("run", server.url, *arguments, "--resume")[1] == f"{path}: 40 of 40 requests ok\n"
 
 
 def test_nothing_foreign_steers_the_terminal(firstdiff: Command, tmp_path: Path) -> None:

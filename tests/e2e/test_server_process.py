@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -208,6 +209,23 @@ def test_where_numba_may_not_compile_torch_serves_and_says_so(monkeypatch: pytes
         _, stderr = served.process.communicate(timeout=20)
         assert stderr.count("unset NUMBA_DISABLE_JIT") == 1
         assert "Traceback" not in stderr
+
+
+def test_a_log_that_finds_no_room_loses_rows_and_no_answer(tmp_path: Path) -> None:
+    with serving(log_dir=tmp_path) as served:
+        body = {"prompt": "a", "max_tokens": 4}
+        assert served.ask(body)[0] == 200
+        num_rows = len(read_token_log(tmp_path)[1])
+        # Its files may not grow: as where a disk is full.
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        assert [served.ask(body)[0] for _ in range(5)] == [200] * 5
+        served.process.send_signal(signal.SIGTERM)
+        _, stderr = served.process.communicate(timeout=20)
+        assert served.process.returncode == 0
+        first, last = beside_progress(stderr).splitlines()
+        assert "rows are lost, and counted in the metrics" in first
+        assert last.endswith("rows of the log were lost")
+    assert len(read_token_log(tmp_path)[1]) == num_rows
 
 
 def test_the_core_dies_with_a_killed_server() -> None:

@@ -171,6 +171,15 @@ def test_text_finish_reason_and_usage_of_equal_tokens(tmp_path):
     assert verdict_of(tmp_path / "e", habit, base_rows=base).status == "pass"
 
 
+def test_a_log_that_lost_rows_is_unknown(tmp_path):
+    made = rows_of()
+    base = write_run(tmp_path, "base", *made["base"])
+    logs = made["candidate"][1]
+    verdict = compare(base, write_run(tmp_path, "candidate", made["candidate"][0], logs[3:]))
+    assert verdict.status == "unknown"
+    assert f"the token log lacks 3 of {len(logs)} answered requests" in verdict.reason
+
+
 def test_a_log_that_names_other_tokens_fails(tmp_path):
     made = rows_of()
     logs = made["candidate"][1]

@@ -105,12 +105,13 @@ def test_no_log_says_so(tmp_path):
         read_token_log(tmp_path / "nowhere.jsonl")
 
 
-def test_rows_after_close_are_counted_as_lost(tmp_path):
+def test_rows_after_close_are_counted_as_lost(tmp_path, caplog):
     writer = TokenLogWriter(tmp_path, identity())
     writer.close()
     writer.write(log_row())
     writer.write_step(step_row(0))
     assert writer.num_lost_rows == 2
+    assert len(caplog.records) == 1
     assert read_token_log(tmp_path) == ([identity()], [])
 
 
@@ -161,4 +162,7 @@ def test_a_full_disk_loses_rows_counts_them_and_damages_none(tmp_path, num_fitti
     )
     num_lost_rows = 10 - (num_fitting - 1)
     assert int(result.stdout) == num_lost_rows
+    (said,) = result.stderr.decode().splitlines()
+    assert TOKENS_FILE in said
+    assert "rows are lost" in said
     assert read_token_log(tmp_path) == ([identity()], [log_row()] * (num_fitting + 1))
