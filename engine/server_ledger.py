@@ -120,6 +120,11 @@ class ServerLedger:
         """Rows that the log could not take."""
         return self._log.num_lost_rows if self._log is not None else 0
 
+    @property
+    def num_dropped_spans(self) -> int:
+        """Spans that a file or a collector could not take."""
+        return self._spans.num_dropped_spans if self._spans is not None else 0
+
     def close(self) -> None:
         """Flush the log to disk and the spans to their collector (2 s at most)."""
         if self._log is not None:

@@ -152,6 +152,9 @@ def _stretch_attributes(row: TokenLogRow, stretch: _Stretch, *, is_first: bool) 
         attributes[names.GEN_AI_INPUT_TOKENS] = len(row.prompt_token_ids)
     elif stretch.phase == "prefill":
         chunks = [segment.chunk for segment in stretch.segments if segment.chunk is not None]
+        if is_first and all(chunk.finished_ns is None for chunk in row.prefill_chunks):
+            # A log from before chunks were timed: they are all in the one span.
+            chunks = row.prefill_chunks
         attributes[names.NUM_PREFILL_CHUNKS] = len(chunks)
         attributes[names.NUM_COMPUTED_PROMPT_TOKENS] = sum(chunk.num_tokens for chunk in chunks)
         if chunks:
