@@ -13,7 +13,6 @@ Usage: `await drive(endpoint, cases, run, clock=clock, concurrency=4)`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -24,6 +23,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from firstdiff.harness.client_health import LoopLagProbe, client_summary
+from firstdiff.harness.client_spans import client_line, trace_ids
 from firstdiff.harness.endpoint import Endpoint
 from firstdiff.harness.replies import Chunk
 from firstdiff.harness.wire import EndpointError
@@ -39,6 +39,7 @@ Report = Callable[[int, int], None]
 
 REQUESTS = "requests"
 WARMUP = "warmup"
+SPANS = "spans"
 
 
 def no_report(num_done: int, num_total: int) -> None:
@@ -76,12 +77,6 @@ class _Answer:
         if chunk.has_content:
             self.chunk_received_ns.append(chunk.received_ns)
             self.chunk_num_tokens.append(chunk.num_tokens)
-
-
-def trace_ids(request_id: str) -> tuple[str, str]:
-    """The (trace id, span id) of a request, in hex: a function of its id, so that a replay has the same."""
-    digest = hashlib.sha256(request_id.encode()).hexdigest()
-    return digest[:32], digest[32:48]
 
 
 async def ask(
@@ -198,6 +193,8 @@ class _Lane:
             block_index=job.block_index,
         )
         self.side.run.append(self._rows, row)
+        if self._rows == REQUESTS:
+            self.side.run.append_line(SPANS, client_line(row, job.case, self.side.run.manifest))
         self.dispatch_lags_ns.append(row.sent_ns - row.intended_ns)
         self._on_row(row)
 

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from firstdiff.harness.collect_traces import collect_traces
 from firstdiff.harness.progress import printable
 from firstdiff.tracing.lines import read_lines
 from firstdiff.tracing.records import RequestRow, StepRow, TokenLogRow
@@ -225,6 +226,7 @@ def collect_rows(log_dir: Path, run: Run) -> int:
                     run.append_line("tokens", part)
                 held.update(new)
     _collect_steps(log_dir, run, rows)
+    collect_traces(log_dir, run, {row.trace_id for row in run.rows("requests", RequestRow)})
     return len(rows)
 
 

@@ -29,7 +29,8 @@ TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 NUM_REQUESTS = 20
 _SPAN = re.compile(
     r"Trace ID +: (?P<trace>\w+)\n +Parent ID +: (?P<parent>\w*)\n +ID +: (?P<id>\w+)\n"
-    r" +Name +: (?P<name>.*)\n +Kind +: SPAN_KIND_(?P<kind>\w+)\nStart time: (?P<start>\d+)\nEnd time: (?P<end>\d+)\n"
+    r" +Name +: (?P<name>.*)\n +Kind +: SPAN_KIND_(?P<kind>\w+)\n"
+    r"Start time: (?P<start>\d+)\nEnd time: (?P<end>\d+)\n"
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from firstdiff.harness.client_spans import trace_ids
 from firstdiff.harness.driver import (
     Side,
     ask,
@@ -16,7 +17,6 @@ from firstdiff.harness.driver import (
     drive,
     drive_interleaved,
     in_turn,
-    trace_ids,
 )
 from firstdiff.harness.replies import Chunk
 from firstdiff.harness.wire import EndpointError
