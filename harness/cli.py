@@ -24,6 +24,7 @@ import msgspec
 import typer
 
 from firstdiff.harness.cli_serve import model_app, serve
+from firstdiff.harness.cli_trace import trace_app
 from firstdiff.harness.options import (
     DemoOptions,
     JudgeOptions,
@@ -68,6 +69,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.add_typer(model_app, name="model")
+app.add_typer(trace_app, name="trace")
 
 
 def _print_version(wanted: bool) -> None:
