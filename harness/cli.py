@@ -24,7 +24,7 @@ import msgspec
 import typer
 
 from firstdiff.harness.cli_serve import model_app, serve
-from firstdiff.harness.cli_trace import trace_app
+from firstdiff.harness.cli_trace import jaeger, trace_app
 from firstdiff.harness.options import (
     DemoOptions,
     JudgeOptions,
@@ -70,6 +70,7 @@ app = typer.Typer(
 app.command()(serve)
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
+app.command()(jaeger)
 
 
 def _print_version(wanted: bool) -> None:

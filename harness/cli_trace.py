@@ -8,7 +8,9 @@ Usage: `app.add_typer(trace_app, name="trace")`.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from firstdiff.harness.jaeger_facade import serve_traces
 from firstdiff.harness.options import check_output_file, with_groups
 from firstdiff.harness.progress import printable
 from firstdiff.harness.trace_table import SORT_KEYS, sort_rows, table_rows, table_text
@@ -124,3 +127,23 @@ def _chosen(traces: Sequence[Trace], ids: Sequence[str]) -> list[Trace]:
 def _request_ids(trace: Trace) -> set[str]:
     keys = (names.REQUEST_ID, names.GEN_AI_RESPONSE_ID)
     return {str(span.attributes[key]) for span in trace.spans for key in keys if key in span.attributes}
+
+
+@with_groups
+def jaeger(
+    sources: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, log folders or files.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and prints it.")] = 16686,
+    ui: Annotated[Path | None, typer.Option(help="A folder with a built Jaeger UI to serve too.")] = None,
+) -> None:
+    """Answer as a Jaeger does about the traces of RUNs, on this machine, until a signal."""
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        await serve_traces(sources, port=port, ui=ui, announce=announce, until=ended)
+
+    def announce(url: str, num_traces: int) -> None:
+        print(f"firstdiff: Jaeger's API (traces so far: {num_traces}) on {url}", flush=True)
+
+    asyncio.run(serve())
