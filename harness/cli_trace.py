@@ -12,7 +12,7 @@ import asyncio
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,13 +20,18 @@ import msgspec
 import typer
 
 from firstdiff.harness.jaeger_facade import serve_traces
-from firstdiff.harness.options import check_output_file, with_groups
-from firstdiff.harness.progress import printable
+from firstdiff.harness.jaeger_fetch import FetchQuery, check_url, fetch_traces
+from firstdiff.harness.jaeger_query import duration_ns, unix_ns
+from firstdiff.harness.options import check_output_file, check_output_folder, with_groups
+from firstdiff.harness.progress import printable, progress
 from firstdiff.harness.trace_table import SORT_KEYS, sort_rows, table_rows, table_text
 from firstdiff.harness.waterfall import waterfall
+from firstdiff.harness.wire import EndpointError
 from firstdiff.tracing import names
+from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.jaeger_json import encode_jaeger
 from firstdiff.tracing.otlp_json import encode_traces
+from firstdiff.tracing.span_file import SPANS_FILE
 from firstdiff.tracing.store import write_atomically
 from firstdiff.tracing.trace_set import Trace, read_traces
 
@@ -34,7 +39,8 @@ _WIDTH_ELSEWHERE = 120
 _MAX_NAMED = 5
 
 Source = Annotated[
-    Path, typer.Argument(help="A Run, a server's log folder, or a file of OTLP or Jaeger JSON.")
+    Path,
+    typer.Argument(metavar="SOURCE", help="A Run, a server's log folder, or a file of OTLP or Jaeger JSON."),
 ]
 
 trace_app = typer.Typer(
@@ -127,6 +133,62 @@ def _chosen(traces: Sequence[Trace], ids: Sequence[str]) -> list[Trace]:
 def _request_ids(trace: Trace) -> set[str]:
     keys = (names.REQUEST_ID, names.GEN_AI_RESPONSE_ID)
     return {str(span.attributes[key]) for span in trace.spans for key in keys if key in span.attributes}
+
+
+@trace_app.command("fetch")
+@with_groups
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="JAEGER_URL", help="Like http://127.0.0.1:16686.")],
+    *,
+    out: Annotated[Path, typer.Option(help="A new folder, for the other commands to read.")],
+    service: Annotated[str, typer.Option(help="Default: all that there are.")] = "",
+    operation: Annotated[str, typer.Option(help="The name of one of a trace's spans.")] = "",
+    since: Annotated[str | None, typer.Option(help="Like 2026-12-01T12:00:00Z, with --until.")] = None,
+    until: Annotated[str | None, typer.Option(help="Default: now.")] = None,
+    last: Annotated[str | None, typer.Option(help="Like 90m or 24h, instead; default: 1h.")] = None,
+    limit: Annotated[int, typer.Option(help="Traces, at most; the newest.")] = 1000,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take.")] = 30.0,
+) -> None:
+    """Read spans back from a Jaeger into a folder."""
+    clock = SystemClock()
+    start_ns, end_ns = _time_range(since, until, last, now_ns=clock.now_unix_ns())
+    query = FetchQuery(
+        start_unix_ns=start_ns, end_unix_ns=end_ns, num_traces=limit, service=service, operation=operation
+    )
+    query.check()
+    check_url(url)
+    check_output_folder(out, "--out")
+    file = out / SPANS_FILE
+    if file.exists():
+        raise ValueError(f"expected a new folder for --out, got {out}, which holds spans: choose another")
+    with progress("fetching", stream=sys.stderr) as report:
+        lines = asyncio.run(_fetched(url, query, report, timeout))
+    if not lines:
+        raise EndpointError(
+            f"expected traces from {url}, got none: try another --service, or a longer --last"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, b"".join(line + b"\n" for line in lines))
+    print(printable(f"{out}: {len(lines)} traces"))
+    if len(lines) >= limit:
+        print(f"firstdiff: only the newest {limit} were asked for: see --limit", file=sys.stderr)
+
+
+async def _fetched(
+    url: str, query: FetchQuery, report: Callable[[int, int], None], timeout_s: float
+) -> list[bytes]:
+    found = fetch_traces(url, query, report=report, timeout_s=timeout_s)
+    return [encode_traces(spans) async for spans in found]
+
+
+def _time_range(since: str | None, until: str | None, last: str | None, *, now_ns: int) -> tuple[int, int]:
+    """(from, to) in Unix nanoseconds; ValueError when they cannot be read or contradict one another."""
+    if last is not None and since is not None:
+        raise ValueError("expected --since or --last, got both: leave one out")
+    end_ns = now_ns if until is None else unix_ns(until)
+    if since is not None:
+        return max(0, unix_ns(since)), end_ns
+    return max(0, end_ns - duration_ns(last or "1h")), end_ns
 
 
 @with_groups

@@ -110,6 +110,12 @@ def unix_ns(text: str) -> int:
     return (moment - _EPOCH) // timedelta(seconds=1) * 10**9 + int((fraction or "0").ljust(9, "0"))
 
 
+def rfc3339(unix_ns: int) -> str:
+    """A moment as RFC 3339 writes it, in UTC, to the nanosecond."""
+    moment = datetime.fromtimestamp(unix_ns // 10**9, tz=UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{unix_ns % 10**9:09d}Z"
+
+
 def duration_ns(text: str) -> int:
     """A duration as Go writes it (`1.5s`, `100ms`, `1h2m`); ValueError."""
     total_ns, end = 0.0, 0
