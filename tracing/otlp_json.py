@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -204,7 +205,9 @@ def _encode_value(value: AttributeValue) -> dict[str, Any]:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        return {"doubleValue": value}
+        # JSON has no number for the others; protobuf's mapping names them.
+        named = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return {"doubleValue": value if math.isfinite(value) else named}
     return {"arrayValue": {"values": [_encode_value(item) for item in value]}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,13 +19,16 @@ from urllib.parse import quote, urlencode
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from ledger_rows import http_row, log_row
 from span_samples import FIRST, SECOND, SERVER, T0, answer, first_trace, second_trace, span
 
 from firstdiff.harness.jaeger_facade import serve_traces
 from firstdiff.tracing.otlp_json import decode_traces, encode_traces
+from firstdiff.tracing.request_spans import answer_spans, http_span
 from firstdiff.tracing.trace_set import read_source
 
 RANGE = {"query.startTimeMin": "2026-11-01T00:00:00Z", "query.startTimeMax": "2026-12-31T00:00:00.000Z"}
+EVER = {"query.startTimeMin": "1970-01-01T00:00:00Z", "query.startTimeMax": "2200-01-01T00:00:00Z"}
 
 
 @contextmanager
@@ -143,6 +147,54 @@ def test_a_trace_has_the_documented_shape(url):
         decode_traces(ask(url, "/api/v3/traces", RANGE | {"query.serviceName": "firstdiff"})[1])[0].trace_id
         == FIRST
     )
+
+
+VALUE_KEYS = {
+    "stringValue": str,
+    "boolValue": bool,
+    "intValue": str,
+    "doubleValue": int | float,
+    "arrayValue": dict,
+}
+
+
+def check_value(value: dict[str, object]) -> None:
+    """Exactly one field, an integer as a decimal string: Jaeger's UI refuses the whole trace otherwise."""
+    ((key, content),) = value.items()
+    assert isinstance(content, VALUE_KEYS[key])
+    if key == "intValue":
+        assert -(1 << 63) <= int(content) < 1 << 63
+    if key == "arrayValue":
+        for item in content["values"]:
+            check_value(item)
+
+
+def test_what_jaegers_ui_checks_of_a_trace(tmp_path):
+    """The refinements of its `schemas.ts`: ids, times, values, no parent rather than an empty one."""
+    row = log_row()
+    spans = [http_span(http_row()), *answer_spans(row, model="m")]
+    with facade(write_spans(tmp_path / "run", spans)) as url:
+        body = ask_json(url, f"/api/v3/traces/{spans[0].trace_id}")
+        (summary,) = ask_json(url, "/api/v3/trace-summaries", EVER)["summaries"]
+    assert re.fullmatch("(?!0+$)[0-9a-f]{32}", summary["traceId"])
+    for group in body["result"]["resourceSpans"]:
+        attributes = list(group["resource"]["attributes"])
+        for scope in group["scopeSpans"]:
+            assert isinstance(scope["scope"].get("name", ""), str)
+            for one in scope["spans"]:
+                assert re.fullmatch("(?!0+$)[0-9a-f]{32}", one["traceId"])
+                assert re.fullmatch("(?!0+$)[0-9a-f]{16}", one["spanId"])
+                assert re.fullmatch("(?!0+$)[0-9a-f]{16}", one.get("parentSpanId", "1" * 16))
+                assert 0 <= int(one["startTimeUnixNano"]) <= int(one["endTimeUnixNano"]) < 1 << 64
+                assert one["startTimeUnixNano"].isdigit()
+                assert one["endTimeUnixNano"].isdigit()
+                assert one["kind"] >= 0
+                assert one.get("status", {}).get("code", 0) in (0, 2)
+                attributes += one.get("attributes", [])
+    assert len(attributes) > 20
+    for attribute in attributes:
+        assert set(attribute) == {"key", "value"}
+        check_value(attribute["value"])
 
 
 def test_jaegers_own_json(url):

@@ -172,3 +172,14 @@ def test_other_files_are_one_line(tmp_path, content):
         read_source(file)
     with pytest.raises(ValueError, match="does not exist"):
         read_source(tmp_path / "none.json")
+
+
+def test_numbers_beyond_json_are_exported_and_read(tmp_path):
+    odd = {"nan": float("nan"), "inf": float("inf"), "list": [-float("inf"), 0.5]}
+    for number, content in enumerate(
+        (encode_traces([span(1, attributes=odd)]), encode_jaeger([[span(1, attributes=odd)]]))
+    ):
+        file = tmp_path / f"{number}.json"
+        file.write_bytes(content)
+        (found,) = read_source(file)
+        assert (str(found.attributes["nan"]), str(found.attributes["inf"])) == ("nan", "inf")
