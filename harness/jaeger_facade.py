@@ -66,8 +66,9 @@ class Facade:
         trace_id = text.lower().zfill(32)
         if len(trace_id) != 32 or not set(trace_id) <= set("0123456789abcdef"):
             raise QueryError(f"malformed parameter trace_id: {text[:40]!r} is no hex number of 32 digits")
-        await self._traces()
-        return self._live.trace(trace_id)
+        async with self._reading:
+            await asyncio.to_thread(self._live.refreshed)
+            return self._live.trace(trace_id)
 
     async def services(self, request: web.Request) -> web.Response:
         return _json(answers.services_answer(answers.services_of(await self._traces())))
