@@ -1,8 +1,9 @@
 """Append-only files of whole lines.
 
-Owns: that a line is there whole or not at all. Refuses to know: what a line holds. Invariants: a line is
-appended by one write; what a killed writer or a full disk left unfinished is cut off before the next line
-is appended, so the only unfinished line of a file is its last; one process at a time may write a file.
+Owns: that a line is there whole or not at all. Refuses to know: what a line holds. Invariants: a line, or
+several that belong together, is appended by one write; what a killed writer or a full disk left unfinished is
+cut off before the next line is appended, so the only unfinished line of a file is its last; one process at a
+time may write a file.
 
 Usage: `file = LineFile(path); file.append(b'{"a":1}'); file.close()`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _BACKWARD_BYTES = 1 << 16
@@ -40,15 +41,24 @@ class LineFile:
     def closed(self) -> bool:
         return self._fd < 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Length of its whole lines."""
+        return self._num_bytes
+
     def append(self, line: bytes) -> None:
-        """Append `line` (no newline inside) and its newline.
+        """Append `line` (no newline inside) and its newline; errors as `append_all`."""
+        self.append_all((line,))
+
+    def append_all(self, lines: Sequence[bytes]) -> None:
+        """Append all `lines` (no newline inside), each with its newline, or none of them.
 
         OSError (disk full, say) names the file and leaves it as it was; ValueError when closed.
         """
-        assert b"\n" not in line
+        assert not any(b"\n" in line for line in lines)
         if self.closed:
             raise ValueError(f"expected an open file, got {self.path}, which is closed")
-        content = line + b"\n"
+        content = b"".join([line + b"\n" for line in lines])
         try:
             view = memoryview(content)
             while view:

@@ -13,18 +13,34 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from firstdiff.tracing.row_parts import Asked as Asked
+from firstdiff.tracing.row_parts import Cut as Cut
+from firstdiff.tracing.row_parts import Digests as Digests
+from firstdiff.tracing.row_parts import LogContent as LogContent
+from firstdiff.tracing.row_parts import LogprobsMode as LogprobsMode
+from firstdiff.tracing.row_parts import Preemption as Preemption
+from firstdiff.tracing.row_parts import PrefillChunk as PrefillChunk
+from firstdiff.tracing.row_parts import Sampling as Sampling
+from firstdiff.tracing.row_parts import Structure as Structure
+from firstdiff.tracing.row_parts import StructureKind as StructureKind
+from firstdiff.tracing.row_parts import Told as Told
+from firstdiff.tracing.row_parts import Usage as Usage
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 SCHEMA_VERSION = 1
+
+TOKEN_LOG_SCHEMA = 2
+"""Of TokenLogRow. 2 added what was asked and told, contents left out or cut, LossRow; 1 is still read."""
 
 UNREADABLE = (msgspec.DecodeError, RecursionError)
 """What decoding a damaged or hostile line raises (RecursionError: thousands of nested brackets)."""
 
 Outcome = Literal["ok", "failed", "unknown"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-StructureKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool_calls"]
+LossReason = Literal["queue_full", "disk", "unwritable", "closed"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -36,6 +52,9 @@ class Identity(Row, frozen=True, kw_only=True, tag="identity"):
 
     Hashes are SHA-256 hex digests of file contents (weights: of the tensor files in name order;
     config: of the model's config.json; engine_config: of the resolved engine flags as JSON).
+    `special_tokens` are the tokenizer's ids by name (`bos_token`), `eos_token_ids` what ends an answer,
+    `rng_scheme` how sampling makes noise of a request's seed and a token's position (engine/rng.py). These
+    three are left out where they are not known, so that the line of an older server keeps its hash.
     """
 
     schema: int = SCHEMA_VERSION
@@ -55,48 +74,9 @@ class Identity(Row, frozen=True, kw_only=True, tag="identity"):
     max_model_len: int
     versions: dict[str, str]
     faults: list[str] = []
-
-
-class Structure(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must match.
-
-    `spec` is the JSON schema, the regular expression, the JSON array of choices or the Lark grammar as text;
-    empty for `json_object`. For `tool_calls`, which is any text with calls in it, it is JSON: the tags `open`
-    and `close`, the JSON schema `call` of what stands between them, and `most`, how many calls (null: any).
-    """
-
-    kind: StructureKind
-    spec: str = ""
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling as resolved, after all defaults; `seed` is always set, so the noise can be made again.
-
-    `logprobs` and `prompt_logprobs` count the alternatives wanted at each output and prompt position, None
-    for no log-probabilities; of the prompt those from index `prompt_logprobs_start` on. `max_tokens` 0
-    computes the prompt and samples nothing. `forced_token_ids` are emitted in place of samples.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    max_tokens: int
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    min_p: float = 0.0
-    min_tokens: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 1
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    structure: Structure | None = None
-    forced_token_ids: list[int] | None = None
+    special_tokens: dict[str, int] | UnsetType = UNSET
+    eos_token_ids: list[int] | UnsetType = UNSET
+    rng_scheme: str | UnsetType = UNSET
 
 
 class StepRow(Row, frozen=True, kw_only=True, tag="step"):
@@ -158,32 +138,6 @@ class PromptLogprobsRow(Row, frozen=True, kw_only=True, tag="prompt_logprobs"):
     top_logprobs: list[list[tuple[int, float]]]
 
 
-class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens `start_token .. start_token + num_tokens` were computed in step `step_index`.
-
-    `finished_ns` is when that step's results were taken in; None in logs from before it was written down.
-    """
-
-    step_index: int
-    start_token: int
-    num_tokens: int
-    finished_ns: int | None = None
-
-
-class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A request lost its KV blocks to others with `num_lost_tokens` of its tokens computed.
-
-    `preempted_ns` is the moment, `scheduled_ns` when it was admitted again, `recovered_ns` when it had as
-    many tokens computed as before (those found in the prefix cache count). None where it did not come to
-    that, or was pushed out once more before.
-    """
-
-    preempted_ns: int
-    num_lost_tokens: int
-    scheduled_ns: int | None = None
-    recovered_ns: int | None = None
-
-
 class EngineRequestRow(Row, frozen=True, kw_only=True, tag="engine_request"):
     """A request as the engine core saw it, written when it ends; token rows carry its output.
 
@@ -211,15 +165,23 @@ class EngineRequestRow(Row, frozen=True, kw_only=True, tag="engine_request"):
 class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     """The token-ID log: one line a finished request, enough to replay it and to explain each token.
 
-    The five per-token lists have one entry for each of `token_ids`, in output order. `token_ids`
+    The per-token lists `emitted_ns`, `step_index`, `batch_size`, `logprobs` and, where alternatives were
+    wanted, `top_logprobs` have one entry for each of `token_ids`, in output order. `text_offsets` has one for
+    each token told to the client: where in `text` its own text begins, in characters. `token_ids`
     includes the EOS or stop token when one ended the request; `text` does not. `span_id` is that of the HTTP
-    request (HttpRow), which answers may share. `identity_sha256`
+    request (HttpRow), which answers may share, `choice_index` of `num_choices`. `identity_sha256`
     points at the Identity line of the same log (SHA-256 of its JSON). `user` and `metadata` are what the
     client called the request. `received_ns`, `tokenized_ns` and
     `flushed_ns` are the server's: HTTP body read, prompt ids ready, last byte written.
+
+    With `content` "ids" texts and bodies are left out, and other words of the client are replaced by
+    `sha256:` and their digest; with "hash" ids are left out too, and `digests` say what was there.
+    `text_sha256` and `num_text_chars` are always of the whole text. `truncated` says what was cut because
+    the row was too large.
+    `asked` and `told` are None in logs from before schema 2.
     """
 
-    schema: int = SCHEMA_VERSION
+    schema: int = TOKEN_LOG_SCHEMA
     request_id: str
     trace_id: str | None
     span_id: str | None
@@ -251,6 +213,48 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     priority: int = 0
     user: str | None = None
     metadata: dict[str, str] = {}
+    content: LogContent = "full"
+    choice_index: int = 0
+    num_choices: int = 1
+    asked: Asked | None = None
+    told: Told | None = None
+    top_logprobs: list[list[tuple[int, float]]] = []
+    text_offsets: list[int] = []
+    text_sha256: str = ""
+    num_text_chars: int = 0
+    digests: Digests | None = None
+    truncated: list[Cut] = []
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Also where the ids themselves were left out or cut."""
+        if self.digests is not None:
+            return self.digests.num_prompt_tokens
+        return self.num_all("prompt_token_ids", len(self.prompt_token_ids))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Also where the ids themselves were left out or cut."""
+        if self.digests is not None:
+            return self.digests.num_tokens
+        return self.num_all("token_ids", len(self.token_ids))
+
+    def num_all(self, field: str, num_kept: int) -> int:
+        """How many entries `field` had before any cut."""
+        return next((cut.num_all for cut in self.truncated if cut.field == field), num_kept)
+
+
+class LossRow(Row, frozen=True, kw_only=True, tag="loss"):
+    """`num_rows` rows that belong into `file` at about this place in the log could not be kept.
+
+    `first_ns` and `last_ns` bound the times that the lost rows told of.
+    """
+
+    file: str
+    num_rows: int
+    reason: LossReason
+    first_ns: int
+    last_ns: int
 
 
 class HttpRow(Row, frozen=True, kw_only=True, tag="http"):
@@ -277,14 +281,6 @@ class HttpRow(Row, frozen=True, kw_only=True, tag="http"):
     received_ns: int
     ended_ns: int
     num_answers: int
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts as the endpoint reported them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None = None
 
 
 class RequestRow(Row, frozen=True, kw_only=True, tag="request"):

@@ -1,38 +1,42 @@
 """The token-ID log: one row a finished request, folded from the engine's rows and the server's stamps.
 
-Owns: joining the rows of one request, the log files (`tokens.jsonl`, `steps.jsonl`, `http.jsonl`) of a
-server. Refuses to know: HTTP, text processing, who reads the log. Invariants: a row is made only of complete
-engine rows (every token, in order); a log that cannot be written loses rows and counts them, and never fails
-a request.
+Owns: joining the rows of one request, taking a row apart again, reading a log. Refuses to know: HTTP, text
+processing, how rows get to the disk. Invariants: a row is made only of complete engine rows (every token, in
+order); what a log leaves out is never made up: it is a ValueError that says so.
 
-Usage: `log.write(fold.end(stamps, text=text, flushed_ns=clock.now_ns(), identity_sha256=sha))`.
+Usage: `row = fold.end(stamps, text=text, flushed_ns=clock.now_ns(), identity_sha256=sha)`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from firstdiff.tracing.lines import LineFile, read_lines
+from firstdiff.tracing.lines import read_lines
+from firstdiff.tracing.log_content import hash_identity as hash_identity
+from firstdiff.tracing.log_content import text_sha256
+from firstdiff.tracing.log_files import HTTP_FILE as HTTP_FILE
+from firstdiff.tracing.log_files import STEPS_FILE as STEPS_FILE
+from firstdiff.tracing.log_files import TOKENS_FILE as TOKENS_FILE
+from firstdiff.tracing.log_files import enumerate_log_lines
+from firstdiff.tracing.log_writer import LogLimits as LogLimits
+from firstdiff.tracing.log_writer import TokenLogWriter as TokenLogWriter
 from firstdiff.tracing.records import (
     UNREADABLE,
+    Asked,
     EngineRequestRow,
-    HttpRow,
     Identity,
+    LossRow,
     Row,
     Sampling,
-    StepRow,
     TokenLogRow,
     TokenRow,
+    Told,
 )
 from firstdiff.tracing.timeline import phase_durations_ns as phase_durations_ns
-
-TOKENS_FILE = "tokens.jsonl"
-STEPS_FILE = "steps.jsonl"
-HTTP_FILE = "http.jsonl"
 
 
 class ServerStamps(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,9 @@ class ServerStamps(msgspec.Struct, frozen=True, kw_only=True):
     tracestate: str = ""
     user: str | None = None
     metadata: dict[str, str] = {}
+    choice_index: int = 0
+    num_choices: int = 1
+    asked: Asked | None = None
 
 
 class TokenLogFold:
@@ -77,9 +84,19 @@ class TokenLogFold:
         """Requests with rows here that were neither ended nor discarded."""
         return len(self._tokens.keys() | self._ended.keys())
 
-    def end(self, stamps: ServerStamps, *, text: str, flushed_ns: int, identity_sha256: str) -> TokenLogRow:
+    def end(
+        self,
+        stamps: ServerStamps,
+        *,
+        text: str,
+        flushed_ns: int,
+        identity_sha256: str,
+        told: Told | None = None,
+        text_offsets: Sequence[int] = (),
+    ) -> TokenLogRow:
         """The log row of a request whose answer is flushed; the request is forgotten, also on an error.
 
+        `text` as given out, without an echoed prompt; `text_offsets` as in TokenLogRow.
         ValueError when the engine's rows of it are incomplete: no EngineRequestRow, or other tokens than
         0 .. num_output_tokens - 1 in order.
         """
@@ -90,12 +107,7 @@ class TokenLogFold:
                 f"expected the engine's row of request {stamps.request_id}, got {len(tokens)} token rows: "
                 "end a request after its EngineRequestRow was fed"
             )
-        indexes = [row.token_index for row in tokens]
-        if indexes != list(range(engine.num_output_tokens)):
-            raise ValueError(
-                f"expected tokens 0..{engine.num_output_tokens - 1} of request {stamps.request_id} in order, "
-                f"got {_abbreviated(indexes)}: rows were lost between engine and log"
-            )
+        _check_order(engine, [row.token_index for row in tokens])
         return TokenLogRow(
             request_id=stamps.request_id,
             trace_id=stamps.trace_id,
@@ -128,6 +140,14 @@ class TokenLogFold:
             priority=engine.priority,
             user=stamps.user,
             metadata=stamps.metadata,
+            choice_index=stamps.choice_index,
+            num_choices=stamps.num_choices,
+            asked=stamps.asked,
+            told=told,
+            top_logprobs=[row.top_logprobs for row in tokens] if engine.sampling.logprobs is not None else [],
+            text_offsets=list(text_offsets),
+            text_sha256=text_sha256(text),
+            num_text_chars=len(text),
         )
 
     def discard(self, request_id: str) -> None:
@@ -172,10 +192,17 @@ class TokenLogFold:
 def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
     """The engine rows that `row` was folded from, so that a checker can fold a saved log again.
 
-    Exact but for `top_logprobs`, which the log does not keep. ValueError when the per-token lists differ
-    in length.
+    Exact but for `top_logprobs` in logs from before schema 2. ValueError when the per-token lists differ in
+    length, or the log left ids out.
     """
-    columns = (row.token_ids, row.emitted_ns, row.step_index, row.batch_size, row.logprobs)
+    if row.content == "hash" or row.truncated:
+        what = "only digests of its ids" if row.content == "hash" else "a row that was cut"
+        raise ValueError(
+            f"expected all token ids of request {row.request_id}, got {what}: "
+            "serve with --log-content full or ids, and a larger --log-max-row-bytes"
+        )
+    columns: list[Sized] = [row.token_ids, row.emitted_ns, row.step_index, row.batch_size, row.logprobs]
+    columns += [row.top_logprobs] if row.top_logprobs else []
     if len({len(column) for column in columns}) > 1:
         raise ValueError(
             f"expected lists of {len(row.token_ids)} tokens in request {row.request_id}, "
@@ -190,6 +217,7 @@ def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
             step_index=row.step_index[index],
             batch_size=row.batch_size[index],
             logprob=row.logprobs[index],
+            top_logprobs=row.top_logprobs[index] if row.top_logprobs else [],
         )
         for index, token_id in enumerate(row.token_ids)
     ]
@@ -213,84 +241,71 @@ def unfold(row: TokenLogRow) -> tuple[list[TokenRow], EngineRequestRow]:
     return tokens, engine
 
 
-def hash_identity(identity: Identity) -> str:
-    """SHA-256 of the Identity's JSON line: the `identity_sha256` of its server's log rows."""
-    return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+@dataclass(slots=True)
+class TokenLog:
+    """What a log holds, each kind in file order; `damaged` says which whole lines are no rows."""
+
+    identities: list[Identity] = field(default_factory=list)
+    rows: list[TokenLogRow] = field(default_factory=list)
+    losses: list[LossRow] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
 
-class TokenLogWriter:
-    """The log directory of one server: `tokens.jsonl` (Identity line, then TokenLogRows), `steps.jsonl` and
-    `http.jsonl` (HttpRows).
+def read_log(path: Path, *, keep_damage: bool = False) -> TokenLog:
+    """The log in a file, or in all files of a log directory or Run; an unfinished last line is left out.
 
-    A directory may be used again by a later server: it appends an Identity line of its own. ValueError
-    when another process is writing there. OSErrors of the first line are raised (the log does not work at
-    all); later ones lose the row and count it.
+    ValueError when there is no log, or a whole line is no row of one; with `keep_damage` such lines are named
+    in `damaged` instead.
     """
-
-    def __init__(self, directory: Path, identity: Identity) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.identity_sha256 = hash_identity(identity)
-        self.num_lost_rows = 0
-        self._tokens = LineFile(directory / TOKENS_FILE)
-        self._steps = LineFile(directory / STEPS_FILE)
-        self._http = LineFile(directory / HTTP_FILE)
-        self._tokens.append(msgspec.json.encode(identity))
-
-    def write(self, row: TokenLogRow) -> None:
-        """Append one request. Never raises: a lost row counts in `num_lost_rows`, the first is logged."""
-        self._append(self._tokens, row)
-
-    def write_step(self, row: StepRow) -> None:
-        """Append one step; as `write`."""
-        self._append(self._steps, row)
-
-    def write_http(self, row: HttpRow) -> None:
-        """Append one HTTP request; as `write`."""
-        self._append(self._http, row)
-
-    def close(self) -> None:
-        """Flush the files to disk and close them; rows written later are lost and counted."""
-        for file in (self._tokens, self._steps, self._http):
-            try:
-                file.close()
-            except OSError:
-                # What the disk refused at the end cannot be told apart row by row.
-                self.num_lost_rows += 1
-
-    def _append(self, file: LineFile, row: Row) -> None:
+    log = TokenLog()
+    decoder = msgspec.json.Decoder(Identity | TokenLogRow | LossRow)
+    for file, number, line in _lines(path):
         try:
-            file.append(msgspec.json.encode(row))
-        except (OSError, ValueError) as error:
-            if not self.num_lost_rows:
-                logging.getLogger(__name__).warning("%s: rows are lost, and counted in the metrics", error)
-            self.num_lost_rows += 1
+            row = decoder.decode(line)
+        except UNREADABLE as error:
+            sentence = f"expected an identity or token_log row in {file} line {number}, got: {error}"
+            if not keep_damage:
+                raise ValueError(sentence) from error
+            log.damaged.append(sentence)
+            continue
+        if isinstance(row, TokenLogRow):
+            log.rows.append(row)
+        elif isinstance(row, LossRow):
+            log.losses.append(row)
+        elif row not in log.identities:
+            # Each file of one server begins with the same line.
+            log.identities.append(row)
+    return log
 
 
 def read_token_log(path: Path) -> tuple[list[Identity], list[TokenLogRow]]:
-    """The servers and the requests of a log file, or of the log directory that holds one, in file order.
+    """The servers and the requests of a log, as `read_log`."""
+    log = read_log(path)
+    return log.identities, log.rows
 
-    An unfinished last line is left out. ValueError when there is no log or a whole line is neither kind.
-    """
+
+def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
+    is_empty = True
+    for found in enumerate_log_lines(path, TOKENS_FILE):
+        is_empty = False
+        yield found
+    if not is_empty:
+        return
     file = path / TOKENS_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f"expected a token log, got {file}, which does not exist: see `firstdiff serve --log-dir`"
         )
-    identities: list[Identity] = []
-    rows: list[TokenLogRow] = []
-    decoder = msgspec.json.Decoder(Identity | TokenLogRow)
     for number, line in enumerate(read_lines(file), start=1):
-        try:
-            row = decoder.decode(line)
-        except UNREADABLE as error:
-            raise ValueError(
-                f"expected an identity or token_log row in {file} line {number}, got: {error}"
-            ) from error
-        if isinstance(row, Identity):
-            identities.append(row)
-        else:
-            rows.append(row)
-    return identities, rows
+        yield file, number, line
+
+
+def _check_order(engine: EngineRequestRow, indexes: list[int]) -> None:
+    if indexes != list(range(engine.num_output_tokens)):
+        raise ValueError(
+            f"expected tokens 0..{engine.num_output_tokens - 1} of request {engine.request_id} in order, "
+            f"got {_abbreviated(indexes)}: rows were lost between engine and log"
+        )
 
 
 def _abbreviated(indexes: list[int], limit: int = 8) -> str:

@@ -50,6 +50,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=4)
     if origin is tuple:
         return st.tuples(*map(values, arguments))
+    if hint is msgspec.UnsetType:
+        return st.just(msgspec.UNSET)
     assert issubclass(hint, msgspec.Struct), hint
     return structs(hint)
 
