@@ -27,13 +27,14 @@ from firstdiff.engine.http_errors import ERROR_TYPE, REQUEST_ID_HEADER, json_res
 from firstdiff.engine.openai_api import Ask, Queueing
 from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.openai_limits import Limits
-from firstdiff.engine.openai_response import DONE, AnswerWriter, error_event
+from firstdiff.engine.openai_response import DONE, AnswerUsage, AnswerWriter, error_event
 from firstdiff.engine.openai_score import SCORE, ScoreAsk, score_of
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from firstdiff.engine.tools import OPEN
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import Sampling
+from firstdiff.tracing.log_content import text_sha256
+from firstdiff.tracing.records import Asked, Sampling, Usage
 from firstdiff.tracing.token_log import ServerStamps
 
 
@@ -44,6 +45,7 @@ class Received:
     request_id: str
     received_unix_ns: int
     received_ns: int
+    body: bytes
 
 
 class Answerer:
@@ -75,9 +77,15 @@ class Answerer:
         )
 
     async def answer(
-        self, request: web.Request, received: Received, ask: Ask, prompts: list[list[int]]
+        self,
+        request: web.Request,
+        received: Received,
+        ask: Ask,
+        prompts: list[list[int]],
+        texts: Sequence[str | None],
     ) -> web.StreamResponse:
-        """Generate all choices of all prompts."""
+        """Generate all choices of all prompts; `texts` are what became the prompts, None where ids came."""
+        asked = [self._asked(ask, ids, text) for ids, text in zip(prompts, texts, strict=True)]
         if ask.truncate_prompt_tokens is not None:
             prompts = [ids[-ask.truncate_prompt_tokens :] for ids in prompts]
         choices = self._choices(received.request_id, ask, prompts)
@@ -91,17 +99,21 @@ class Answerer:
             make_call_id=lambda: f"call_{self._rng.getrandbits(96):024x}",
         )
         generation = self._generation(
-            request, received, ask.endpoint, choices, ask.queueing, per_prompt=ask.n
+            request, received, ask.endpoint, choices, ask.queueing, asked, per_prompt=ask.n
         )
         headers = {REQUEST_ID_HEADER: received.request_id}
         try:
             if ask.stream:
-                return await self._stream(request, generation, writer, headers, usage=ask.include_usage)
+                response = await self._stream(request, generation, writer, headers, usage=ask.include_usage)
+                generation.usage = _told(writer.told_usage)
+                return response
             pieces: dict[int, list[Piece]] = {choice.index: [] for choice in choices}
             async for batch in generation.batches():
                 for choice, piece in batch:
                     pieces[choice.index].append(piece)
-            return await self._send(request, writer.body(list(pieces.values())), headers)
+            response = await self._send(request, writer.body(list(pieces.values())), headers)
+            generation.usage = _told(writer.told_usage)
+            return response
         finally:
             call_of(request).num_answers = generation.close()
 
@@ -128,8 +140,19 @@ class Answerer:
             )
             for index, (prompt, target) in enumerate(pairs)
         ]
+        asked = Asked(
+            add_special_tokens=ask.add_special_tokens,
+            has_cache_salt=ask.queueing.cache_salt is not None,
+            use_prefix_cache=ask.queueing.use_prefix_cache,
+        )
         generation = self._generation(
-            request, received, SCORE, choices, ask.queueing, per_prompt=ask.per_prompt
+            request,
+            received,
+            SCORE,
+            choices,
+            ask.queueing,
+            [asked] * (len(choices) // ask.per_prompt),
+            per_prompt=ask.per_prompt,
         )
         try:
             async for batch in generation.batches():
@@ -153,16 +176,18 @@ class Answerer:
                     "total_tokens": num_prompt + num_target,
                 },
             }
-            return await self._send(
+            response = await self._send(
                 request, msgspec.json.encode(body), {REQUEST_ID_HEADER: received.request_id}
             )
+            generation.usage = Usage(prompt_tokens=num_prompt + num_target, completion_tokens=0)
+            return response
         finally:
             call_of(request).num_answers = generation.close()
 
     def _choices(self, request_id: str, ask: Ask, prompts: Sequence[list[int]]) -> list[Choice]:
         """Those of the first prompt first."""
         choices: list[Choice] = []
-        skip_special = ask.skip_special_tokens and not (ask.tools is not None and self._tags_are_special)
+        skip_special = self._skips_special(ask)
         for prompt_index, ids in enumerate(prompts):
             echo = None
             if ask.echo:
@@ -199,11 +224,15 @@ class Answerer:
         endpoint: str,
         choices: Sequence[Choice],
         queueing: Queueing,
+        asked: Sequence[Asked],
         *,
         per_prompt: int,
     ) -> Generation:
-        """Submit; all choices share the HTTP request's span."""
+        """Submit; all choices share the HTTP request's span, `asked` has an entry a prompt."""
         tokenized_ns = self._clock.now_ns()
+        body: str | None = None
+        if self._ledger.keeps_log:
+            body = received.body.decode("utf-8", "replace")
         trace = call_of(request).trace
         stamps = [
             ServerStamps(
@@ -217,6 +246,13 @@ class Answerer:
                 tracestate=trace.tracestate,
                 user=queueing.user,
                 metadata=queueing.metadata or {},
+                choice_index=choice.index,
+                num_choices=len(choices),
+                prompt_index=choice.index // per_prompt,
+                # The body once, with the first answer to it.
+                asked=msgspec.structs.replace(
+                    asked[choice.index // per_prompt], body=None if choice.index else body
+                ),
             )
             for choice in choices
         ]
@@ -228,6 +264,23 @@ class Answerer:
             dispatcher=self._dispatcher,
             ledger=self._ledger,
             clock=self._clock,
+        )
+
+    def _skips_special(self, ask: Ask) -> bool:
+        return ask.skip_special_tokens and not (ask.tools is not None and self._tags_are_special)
+
+    def _asked(self, ask: Ask, ids: Sequence[int], text: str | None) -> Asked:
+        """What the log says of one prompt; nobody needs the digest of a text that is not logged."""
+        kept = ask.truncate_prompt_tokens
+        is_hashed = text is not None and self._ledger.keeps_log
+        return Asked(
+            prompt_text_sha256=text_sha256(text) if text is not None and is_hashed else None,
+            add_special_tokens=ask.add_special_tokens if text is not None else None,
+            num_truncated_tokens=0 if kept is None else max(0, len(ids) - kept),
+            skip_special_tokens=self._skips_special(ask),
+            include_stop=ask.include_stop,
+            has_cache_salt=ask.queueing.cache_salt is not None,
+            use_prefix_cache=ask.queueing.use_prefix_cache,
         )
 
     async def _send(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
@@ -267,6 +320,16 @@ class Answerer:
         await written(request, response.write(last + DONE), timeout_s=self._write_timeout_s)
         await written(request, response.write_eof(), timeout_s=self._write_timeout_s)
         return response
+
+
+def _told(usage: AnswerUsage | None) -> Usage | None:
+    if usage is None:
+        return None
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
 
 
 def _choice_id(request_id: str, index: int, num_choices: int) -> str:

@@ -166,7 +166,7 @@ class Routes:
         if ask.messages is not None:
             shown = ask.tools.shown if ask.tools is not None else None
             self._check_template(needs_tools=bool(shown) or uses_tools(ask.messages))
-            ids = await self._reader.render(
+            _, ids = await self._reader.render(
                 ask.messages, tools=shown, add_generation_prompt=ask.add_generation_prompt
             )
         else:
@@ -186,7 +186,8 @@ class Routes:
             await self._reader.ids_of(prompt, add_special_tokens=ask.add_special_tokens)
             for prompt in ask.prompts
         ]
-        return await self._answerer.answer(request, received, ask, prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in ask.prompts]
+        return await self._answerer.answer(request, received, ask, prompts, texts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         received, body = await self._receive(request)
@@ -195,8 +196,8 @@ class Routes:
         self._check_template(needs_tools=needs_tool_template(ask))
         await self._reader.check(ask.structure)
         shown = ask.tools.shown if ask.tools is not None else None
-        ids = await self._reader.render(ask.messages, tools=shown, add_generation_prompt=True)
-        return await self._answerer.answer(request, received, ask, [ids])
+        text, ids = await self._reader.render(ask.messages, tools=shown, add_generation_prompt=True)
+        return await self._answerer.answer(request, received, ask, [ids], [text])
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         """How likely given tokens are after a given prompt."""
@@ -247,7 +248,7 @@ class Routes:
         request_id = read_request_id(request) or f"{self._rng.getrandbits(128):032x}"
         body = await self._body(request)
         call_of(request).request_id = request_id
-        received = Received(request_id, self._clock.now_unix_ns(), self._clock.now_ns())
+        received = Received(request_id, self._clock.now_unix_ns(), self._clock.now_ns(), body)
         return received, decode_object(body)
 
     async def _body(self, request: web.Request) -> bytes:

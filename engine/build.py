@@ -29,6 +29,7 @@ from firstdiff.engine.faults import check_faults, wrap_prepare, wrap_runner
 from firstdiff.engine.model import Decoder
 from firstdiff.engine.model_config import ModelConfig
 from firstdiff.engine.model_store import ModelFolder, resolve
+from firstdiff.engine.rng import RNG_SCHEME
 from firstdiff.engine.runner import ModelRunner
 from firstdiff.engine.structure import Structures
 from firstdiff.engine.weights import load_weights
@@ -162,4 +163,6 @@ def describe(
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
         | {"python": platform.python_version()},
         faults=list(config.faults),
+        eos_token_ids=sorted(decoder.config.eos_token_ids),
+        rng_scheme=RNG_SCHEME,
     )

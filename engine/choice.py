@@ -82,6 +82,12 @@ class Choice:
         """Prompt tokens that the engine took from its cache; None until it said so."""
         self.prompt_logprobs: list[PromptLogprobsRow] = []
         self.is_finished = False
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.text_offsets: list[int] = []
+        """Of each token, as a Piece says."""
+        self.has_incomplete_tail = False
+        """Whether the text ends within a character, which shows as U+FFFD."""
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._stops = StopMatcher(request.sampling.stop, include=include_stop)
@@ -98,6 +104,7 @@ class Choice:
         assert not self.is_finished
         self.num_tokens += 1
         offset = self._num_chars
+        self.text_offsets.append(offset)
         sampling = self.request.sampling
         if end is not None and end.finish_reason == "stop":
             stop_reason = token.token_id if token.token_id in sampling.stop_token_ids else None
@@ -111,6 +118,7 @@ class Choice:
             return self._finish(token, offset, end.finish_reason, None, text)
         if stop is not None:
             self.is_finished = True
+            self.finish_reason, self.stop_reason = "stop", stop
         self._texts.append(text)
         return Piece(text, token, offset, None if stop is None else "stop", stop)
 
@@ -128,6 +136,7 @@ class Choice:
         text: str = "",
     ) -> Piece:
         rest = self._detokenizer.finish()
+        self.has_incomplete_tail = bool(rest)
         self._num_chars += len(rest)
         more, stop = self._watch(rest)
         if stop is None:
@@ -135,6 +144,7 @@ class Choice:
         else:
             finish_reason, stop_reason = "stop", stop
         self.is_finished = True
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
         self._texts.append(text + more)
         return Piece(text + more, token, offset, finish_reason, stop_reason)
 

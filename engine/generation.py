@@ -23,7 +23,7 @@ from firstdiff.engine.openai_fields import ApiError
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.engine.structure import StructureError
 from firstdiff.tracing.clock import Clock
-from firstdiff.tracing.records import EngineRequestRow, PromptLogprobsRow, TokenRow
+from firstdiff.tracing.records import EngineRequestRow, PromptLogprobsRow, TokenRow, Told, Usage
 from firstdiff.tracing.token_log import ServerStamps
 
 Batch = list[tuple[Choice, Piece]]
@@ -54,6 +54,8 @@ class Generation:
         self._followers = {
             first.request.request_id: choices[first.index + 1 : first.index + per_prompt] for first in firsts
         }
+        self.usage: Usage | None = None
+        """What the client was told of all choices together, once it was."""
         self._submitted: set[str] = set()
         self._mailbox = dispatcher.open(group_id, self._open)
         try:
@@ -83,7 +85,19 @@ class Generation:
         for choice in self._choices:
             stamps = self._stamps.get(choice.request.request_id)
             if stamps is not None and stamps.request_id in self._submitted:
-                self._ledger.end(stamps, text=choice.text, flushed_ns=flushed_ns)
+                self._ledger.end(
+                    stamps,
+                    text=choice.text,
+                    flushed_ns=flushed_ns,
+                    told=Told(
+                        num_tokens=choice.num_tokens,
+                        finish_reason=choice.finish_reason,
+                        stop_match=choice.stop_reason,
+                        usage=self.usage,
+                        utf8_incomplete_tail=choice.has_incomplete_tail,
+                    ),
+                    text_offsets=choice.text_offsets,
+                )
                 num_ended += 1
         return num_ended
 

@@ -46,6 +46,11 @@ class AnswerUsage(msgspec.Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details
+        return details.cached_tokens if isinstance(details, PromptTokensDetails) else None
+
 
 class CompletionChoice(msgspec.Struct, frozen=True):
     """A choice of a completion, whole or one chunk of it."""
@@ -134,6 +139,8 @@ class AnswerWriter:
             "system_fingerprint": fingerprint,
         }
         self._num_streamed_tokens = 0
+        self.told_usage: AnswerUsage | None = None
+        """What the last `body` or `usage_chunk` said."""
         # The part of a chunk before its choice, encoded once: `{"id":...,` without the closing brace.
         self._chunk_head = b"data: " + _encode(self._head | {"object": chunk_kind})[:-1]
 
@@ -177,21 +184,15 @@ class AnswerWriter:
 
     def usage_chunk(self) -> bytes:
         """The event without choices that closes a stream whose client asked for usage."""
-        return b"".join(
-            (
-                self._chunk_head,
-                b',"choices":[],"usage":',
-                _encode(self._usage(self._num_streamed_tokens)),
-                b"}\n\n",
-            )
-        )
+        self.told_usage = self._usage(self._num_streamed_tokens)
+        return b"".join((self._chunk_head, b',"choices":[],"usage":', _encode(self.told_usage), b"}\n\n"))
 
     def body(self, pieces: Sequence[Sequence[Piece]]) -> bytes:
         """The whole answer from all pieces of each choice."""
         choices = [
             self._whole(choice, its_pieces) for choice, its_pieces in zip(self._choices, pieces, strict=True)
         ]
-        usage = self._usage(sum(choice.num_tokens for choice in self._choices))
+        usage = self.told_usage = self._usage(sum(choice.num_tokens for choice in self._choices))
         answer: dict[str, object] = {**self._head, "choices": choices, "usage": usage}
         if self._ask.is_chat:
             first = self._choices[0]

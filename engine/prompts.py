@@ -59,15 +59,18 @@ class PromptReader:
         *,
         tools: list[dict[str, object]] | None = None,
         add_generation_prompt: bool,
-    ) -> list[int]:
-        """Token ids of a conversation; ApiError where the chat template refuses it."""
-        try:
-            return await off_loop(
-                num_chars(messages) + len(str(tools or "")),
-                lambda: self.tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=add_generation_prompt
-                ),
+    ) -> tuple[str, list[int]]:
+        """A conversation as text and as token ids; ApiError where the chat template refuses it."""
+
+        def work() -> tuple[str, list[int]]:
+            text = self.tokenizer.render_chat(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
+            # The template writes the special tokens itself.
+            return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+        try:
+            return await off_loop(num_chars(messages) + len(str(tools or "")), work)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
 

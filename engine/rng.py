@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 UInt64s = NDArray[np.uint64]
 
+RNG_SCHEME = "philox4x32-10-gumbel"
+"""The name of the specification above, as an Identity bears it."""
 TARGET_STREAM = 0
 _MULTIPLIER_0 = np.uint64(0xD2511F53)
 _MULTIPLIER_1 = np.uint64(0xCD9E8D57)

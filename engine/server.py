@@ -12,7 +12,6 @@ Usage: `sys.exit(serve_main(ServeSettings(engine=EngineConfig(model="smollm2-135
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -22,33 +21,30 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random, SystemRandom
 
 import msgspec
 from aiohttp import web
 
-from firstdiff.engine.access import check_keys, exposure_warning
+from firstdiff.engine.access import exposure_warning
 from firstdiff.engine.answering import Answerer
 from firstdiff.engine.app import TRACED_ROUTES, Routes
-from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.connections import Connections
 from firstdiff.engine.console import log_on_console
 from firstdiff.engine.core import build_from_config
 from firstdiff.engine.core_client import CoreClient, CoreStartError, InProcessCore, ProcessCore
 from firstdiff.engine.dispatcher import Dispatcher
-from firstdiff.engine.faults import check_faults
 from firstdiff.engine.http_calls import HttpCalls
 from firstdiff.engine.listening import bind, port_error, url_of
 from firstdiff.engine.model_store import resolve
 from firstdiff.engine.openai_limits import Limits
 from firstdiff.engine.prompts import PromptReader
+from firstdiff.engine.serve_settings import ServeSettings as ServeSettings
+from firstdiff.engine.serve_settings import log_error
 from firstdiff.engine.server_ledger import ServerLedger
 from firstdiff.engine.tokenizer import Tokenizer
 from firstdiff.tracing.clock import Clock, SystemClock
-from firstdiff.tracing.otlp_export import OtlpTarget
 from firstdiff.tracing.records import Identity
-from firstdiff.tracing.trace_sampling import Sampler
 
 EXIT_OK = 0
 EXIT_CRASHED = 1
@@ -58,75 +54,6 @@ ANSWER_GRACE_S = 5.0
 """How long answers in flight may take to end after a signal."""
 
 BACKLOG = 1024
-
-MAX_TIMEOUT_S = 86_400.0
-
-
-class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `firstdiff serve` was asked for.
-
-    `port` 0 takes any free one. `log_dir` None keeps no files. `otlp_endpoint`, `otlp_protocol`
-    and `trace_sample_fraction` None leave it to OpenTelemetry's variables; `trace_slow_s` None: being slow is
-    no reason to keep a trace.
-    `served_model_name` None serves under the model's own name. `body_timeout_s` bounds a request's head as
-    well as its body, `write_timeout_s` how long a client may leave an answer unread, `drain_timeout_s` how
-    long running requests may take to finish after a signal. Without `api_keys` anybody is answered.
-    """
-
-    engine: EngineConfig
-    host: str = "127.0.0.1"
-    port: int = 8000
-    log_dir: Path | None = None
-    in_process: bool = False
-    served_model_name: str | None = None
-    otlp_endpoint: str | None = None
-    otlp_protocol: str | None = None
-    trace_sample_fraction: float | None = None
-    trace_slow_s: float | None = None
-    max_body_bytes: int = 4 << 20
-    body_timeout_s: float = 60.0
-    write_timeout_s: float = 60.0
-    drain_timeout_s: float = 30.0
-    api_keys: tuple[str, ...] = ()
-
-    def validate(self) -> None:
-        """Make `log_dir`; ValueError (expected, got, what to do) on the first setting that cannot be."""
-        self.engine.validate()
-        check_faults(self.engine.faults)
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"expected --port in 0..65535, got {self.port}")
-        if not 1024 <= self.max_body_bytes <= 1 << 30:
-            raise ValueError(f"expected --max-body-bytes in 1024..{1 << 30}, got {self.max_body_bytes}")
-        for flag, seconds, low in (
-            ("--body-timeout", self.body_timeout_s, 0.001),
-            ("--write-timeout", self.write_timeout_s, 0.001),
-            ("--drain-timeout", self.drain_timeout_s, 0.0),
-        ):
-            if not low <= seconds <= MAX_TIMEOUT_S:
-                raise ValueError(f"expected {flag} in {low:g}..{MAX_TIMEOUT_S:g} seconds, got {seconds:g}")
-        check_keys(self.api_keys)
-        if self.served_model_name == "":
-            raise ValueError("expected --served-model-name with a character or more, got none: leave it out")
-        self.otlp()
-        self.sampler()
-        if self.log_dir is not None:
-            make_log_dir(self.log_dir)
-
-    def otlp(self) -> OtlpTarget | None:
-        """The collector; ValueError when what names it cannot be used."""
-        return OtlpTarget.from_environment(
-            os.environ, endpoint=self.otlp_endpoint, protocol=self.otlp_protocol
-        )
-
-    def sampler(self) -> Sampler:
-        """Which traces are kept; ValueError when that cannot be told."""
-        fraction, slow_s = self.trace_sample_fraction, self.trace_slow_s
-        if fraction is not None and not 0 <= fraction <= 1:
-            raise ValueError(f"expected --trace-sample-fraction in 0..1, got {fraction:g}")
-        if slow_s is not None and not 0 <= slow_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"expected --trace-slow in 0..{MAX_TIMEOUT_S:g} seconds, got {slow_s:g}")
-        slow_ns = None if slow_s is None else int(slow_s * 1e9)
-        return Sampler.from_environment(os.environ, fraction=fraction, slow_ns=slow_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +177,7 @@ async def running_server(
     try:
         tokenizer = await tokenizer_task
         name = settings.served_model_name or identity.model
+        identity = msgspec.structs.replace(identity, special_tokens=tokenizer.special_tokens)
         ledger = _open_ledger(settings, identity, name)
     except BaseException:
         await core.stop()
@@ -364,22 +292,6 @@ async def _stop(
             print(f"firstdiff serve: {ledger.num_lost_rows} rows of the log were lost", file=sys.stderr)
 
 
-def make_log_dir(log_dir: Path) -> None:
-    """Make the log directory; ValueError when it is none or cannot be written to."""
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _log_error(log_dir, error) from error
-    if not os.access(log_dir, os.W_OK | os.X_OK):
-        raise _log_error(log_dir, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-
-
-def _log_error(log_dir: Path | None, error: OSError) -> ValueError:
-    return ValueError(
-        f"expected --log-dir as a directory to write to, got {log_dir}: {error.strerror}: choose another"
-    )
-
-
 def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -> ServerLedger:
     try:
         return ServerLedger(
@@ -388,9 +300,10 @@ def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -
             log_dir=settings.log_dir,
             otlp=settings.otlp(),
             sampler=settings.sampler(),
+            log_limits=settings.log_limits(),
         )
     except OSError as error:
-        raise _log_error(settings.log_dir, error) from error
+        raise log_error(settings.log_dir, error) from error
 
 
 def _print_line(line: str) -> None:

@@ -10,7 +10,7 @@ Usage: `ledger.feed(rows); ledger.end(stamps, text=text, flushed_ns=clock.now_ns
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from firstdiff.engine.engine import EngineRequest
 from firstdiff.tracing.metrics import MetricFold
 from firstdiff.tracing.otlp_export import OtlpOutput, OtlpTarget, resource_attributes
-from firstdiff.tracing.records import EngineRequestRow, HttpRow, Identity, Row, StepRow
+from firstdiff.tracing.records import EngineRequestRow, HttpRow, Identity, Row, StepRow, Told
 from firstdiff.tracing.span_file import SpanFile
 from firstdiff.tracing.span_fold import SpanFold, SpanOutput
-from firstdiff.tracing.token_log import ServerStamps, TokenLogFold, TokenLogWriter, hash_identity
+from firstdiff.tracing.token_log import LogLimits, ServerStamps, TokenLogFold, TokenLogWriter, hash_identity
 from firstdiff.tracing.trace_sampling import Sampler
 
 
@@ -31,6 +31,8 @@ class _Ended:
     stamps: ServerStamps
     text: str
     flushed_ns: int
+    told: Told | None
+    text_offsets: Sequence[int]
 
 
 class ServerLedger:
@@ -47,12 +49,13 @@ class ServerLedger:
         log_dir: Path | None,
         otlp: OtlpTarget | None,
         sampler: Sampler,
+        log_limits: LogLimits | None = None,
     ) -> None:
         self.identity = identity
         self.identity_sha256 = hash_identity(identity)
         self._requests = TokenLogFold()
         self._metrics = MetricFold(CollectorRegistry(), model_name=model_name)
-        self._log = TokenLogWriter(log_dir, identity) if log_dir is not None else None
+        self._log = TokenLogWriter(log_dir, identity, log_limits) if log_dir is not None else None
         outputs: list[SpanOutput] = []
         if log_dir is not None:
             resource = resource_attributes(identity)
@@ -74,9 +77,17 @@ class ServerLedger:
             elif isinstance(row, EngineRequestRow):
                 self._engine_finished(row.request_id)
 
-    def end(self, stamps: ServerStamps, *, text: str, flushed_ns: int) -> None:
+    def end(
+        self,
+        stamps: ServerStamps,
+        *,
+        text: str,
+        flushed_ns: int,
+        told: Told | None = None,
+        text_offsets: Sequence[int] = (),
+    ) -> None:
         """The answer of a request ended: flushed, failed or left by its client."""
-        self._ended[stamps.request_id] = _Ended(stamps, text, flushed_ns)
+        self._ended[stamps.request_id] = _Ended(stamps, text, flushed_ns, told, text_offsets)
         if stamps.request_id in self._finished_by_engine:
             self._complete(stamps.request_id)
 
@@ -116,6 +127,11 @@ class ServerLedger:
         return self._metrics.exposition(accept)
 
     @property
+    def keeps_log(self) -> bool:
+        """Whether what clients asked is written down."""
+        return self._log is not None
+
+    @property
     def num_lost_rows(self) -> int:
         """Rows that the log could not take."""
         return self._log.num_lost_rows if self._log is not None else 0
@@ -145,6 +161,8 @@ class ServerLedger:
             text=ended.text,
             flushed_ns=ended.flushed_ns,
             identity_sha256=self.identity_sha256,
+            told=ended.told,
+            text_offsets=ended.text_offsets,
         )
         self._metrics.observe_end(row)
         if self._log is not None:

@@ -71,6 +71,13 @@ class Tokenizer:
         return text
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens that have a name, `bos_token` and the like."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        ids = {name: getattr(self._transformers, f"{name}_id") for name in names}
+        return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         template = self._transformers.chat_template
@@ -83,7 +90,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation; ValueError where there is no template or it refuses them."""
+        """Token ids of a conversation; errors as `render_chat`."""
+        text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """A conversation as its template writes it; ValueError where there is none or it refuses them."""
         if self._transformers.chat_template is None:
             raise ValueError("expected a model with a chat template, got none: use /v1/completions")
         try:
@@ -97,8 +116,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program and raises what it likes
             raise ValueError(f"expected messages that the chat template takes, got: {error}") from error
-        # The template writes the special tokens itself.
-        return self.encode(str(text), add_special_tokens=False)
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token by itself; "" for an id out of vocabulary."""

@@ -12,11 +12,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from firstdiff.tracing.lines import read_lines
+from firstdiff.tracing.log_files import HTTP_FILE, read_log_lines
 from firstdiff.tracing.otlp_json import decode_traces
 from firstdiff.tracing.records import UNREADABLE, HttpRow, decode_row
 from firstdiff.tracing.span_file import SPANS_FILE
 from firstdiff.tracing.store import Run
-from firstdiff.tracing.token_log import HTTP_FILE
 
 
 def collect_traces(log_dir: Path, run: Run, trace_ids: Collection[str | None]) -> int:
@@ -24,18 +24,16 @@ def collect_traces(log_dir: Path, run: Run, trace_ids: Collection[str | None]) -
 
     Lines that are neither are left where they are.
     """
-    return _copy(log_dir / HTTP_FILE, run, "http", trace_ids) + _copy(
-        log_dir / SPANS_FILE, run, "spans", trace_ids
+    return _copy(log_dir, HTTP_FILE, run, "http", trace_ids) + _copy(
+        log_dir, SPANS_FILE, run, "spans", trace_ids
     )
 
 
-def _copy(file: Path, run: Run, name: str, trace_ids: Collection[str | None]) -> int:
-    if not file.is_file():
-        return 0
+def _copy(log_dir: Path, file: str, run: Run, name: str, trace_ids: Collection[str | None]) -> int:
     target = run.path / f"{name}.jsonl"
     held = set(read_lines(target)) if target.is_file() else set()
     num_new = 0
-    for line in read_lines(file):
+    for line in read_log_lines(log_dir, file):
         if line not in held and _trace_id_of(line, name) in trace_ids:
             run.append_line(name, line)
             held.add(line)

@@ -168,6 +168,14 @@ class HttpOptions:
         typer.Option(envvar="FIRSTDIFF_API_KEY", help="Who sends it is answered; repeat for more."),
     ] = None
     log_dir: Annotated[Path | None, typer.Option(help="Write token log and steps here.")] = None
+    log_content: Annotated[
+        Literal["full", "ids", "hash"],
+        typer.Option(help="Log all; no texts and bodies; or digests in place of texts and token ids."),
+    ] = "full"
+    log_max_bytes: Annotated[int, typer.Option(help="Begin the next log file at this size; 0: never.")] = 0
+    log_max_row_bytes: Annotated[
+        int, typer.Option(help="Cut a log row that is larger, and say so in it.")
+    ] = 16 << 20
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Send spans to this collector; default: OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = None

@@ -31,7 +31,8 @@ import msgspec
 from firstdiff.harness.collect_traces import collect_traces
 from firstdiff.harness.progress import printable
 from firstdiff.tracing.lines import read_lines
-from firstdiff.tracing.records import RequestRow, StepRow, TokenLogRow
+from firstdiff.tracing.log_files import STEPS_FILE, TOKENS_FILE, read_log_lines
+from firstdiff.tracing.records import LossRow, RequestRow, StepRow, TokenLogRow
 from firstdiff.tracing.store import Run
 
 _LISTENING = re.compile(rb"^firstdiff: listening on (http://\S+) ", re.MULTILINE)
@@ -206,18 +207,22 @@ class _Kind(msgspec.Struct, frozen=True):
 def collect_rows(log_dir: Path, run: Run) -> int:
     """Copy from a server's log what belongs to the requests of `run`; returns how many of them it has.
 
-    `tokens.jsonl` gets its TokenLogRows and before them the identity line that they point at, as they stand;
-    `steps.jsonl` the StepRows of the steps that they took part in. What the Run holds is not copied again.
+    `tokens.jsonl` gets its TokenLogRows and before them the identity line that they point at, as they stand,
+    and the LossRows that may be of this Run; `steps.jsonl` the StepRows of the steps that they took part in.
+    What the Run holds is not copied again.
     """
     wanted = {row.request_id for row in run.rows("requests", RequestRow)}
-    held = set(_lines(run.path / "tokens.jsonl"))
+    held = set(_lines(run.path / TOKENS_FILE))
     held_ids = {_kind_of(line).request_id for line in held}
     identity = b""
     rows: list[TokenLogRow] = []
-    for line in _lines(log_dir / "tokens.jsonl"):
+    losses: list[bytes] = []
+    for line in read_log_lines(log_dir, TOKENS_FILE):
         kind = _kind_of(line)
         if kind.kind == "identity":
             identity = line
+        elif kind.kind == "loss":
+            losses.append(line)
         elif kind.request_id in wanted:
             rows.append(msgspec.json.decode(line, type=TokenLogRow))
             if kind.request_id not in held_ids:
@@ -225,9 +230,24 @@ def collect_rows(log_dir: Path, run: Run) -> int:
                 for part in new:
                     run.append_line("tokens", part)
                 held.update(new)
+    _collect_losses(run, losses, rows, is_whole=len(rows) >= len(wanted))
     _collect_steps(log_dir, run, rows)
     collect_traces(log_dir, run, {row.trace_id for row in run.rows("requests", RequestRow)})
     return len(rows)
+
+
+def _collect_losses(
+    run: Run, losses: Sequence[bytes], rows: Sequence[TokenLogRow], *, is_whole: bool
+) -> None:
+    """Copy the losses that may have hit this Run: all, unless all its rows are there and tell when."""
+    first_ns = min((row.received_ns for row in rows), default=0)
+    last_ns = max((max(row.flushed_ns, row.finished_ns) for row in rows), default=0)
+    held = set(_lines(run.path / TOKENS_FILE))
+    for line in losses:
+        loss = msgspec.json.decode(line, type=LossRow)
+        is_elsewhere = is_whole and (loss.last_ns < first_ns or loss.first_ns > last_ns)
+        if line not in held and not is_elsewhere:
+            run.append_line("tokens", line)
 
 
 def _collect_steps(log_dir: Path, run: Run, rows: Sequence[TokenLogRow]) -> None:
@@ -238,7 +258,7 @@ def _collect_steps(log_dir: Path, run: Run, rows: Sequence[TokenLogRow]) -> None
         for index in {*row.step_index, *(chunk.step_index for chunk in row.prefill_chunks)}:
             spans_ns.setdefault(index, []).append((row.arrived_ns, row.finished_ns))
     held = {row.started_ns for row in run.rows("steps", StepRow)}
-    for line in _lines(log_dir / "steps.jsonl"):
+    for line in read_log_lines(log_dir, STEPS_FILE):
         step = msgspec.json.decode(line, type=StepRow)
         took_part = any(
             step.started_ns <= last_ns and step.ended_ns >= first_ns

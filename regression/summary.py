@@ -17,7 +17,7 @@ from firstdiff.regression.quoting import quoted
 from firstdiff.regression.verdict import SideSummary
 from firstdiff.tracing.records import RequestRow, TokenLogRow
 from firstdiff.tracing.store import Manifest, Run
-from firstdiff.tracing.token_log import TOKENS_FILE, read_token_log
+from firstdiff.tracing.token_log import TOKENS_FILE, read_log
 
 Key = tuple[str, int]
 """(case_id, repeat_index): what pairs the rows of two Runs."""
@@ -82,10 +82,15 @@ def read_run(run: Run) -> RunView:
     file = run.path / TOKENS_FILE
     if file.exists():
         try:
-            logs = {log.request_id: log for log in read_token_log(file)[1]}
+            log = read_log(file)
         except (ValueError, OSError) as error:
             problems.append(f"the token log is damaged: {quoted(str(error), 200)}")
         else:
+            logs = {row.request_id: row for row in log.rows}
+            problems += [
+                f"the server could not keep {loss.num_rows} rows of its {quoted(loss.file)} ({loss.reason})"
+                for loss in log.losses
+            ]
             answered = [row for row in rows.values() if row.outcome == "ok"]
             num_missing = sum(row.request_id not in logs for row in answered)
             if num_missing:

@@ -51,10 +51,21 @@ def sampling_sha256(sampling: Sampling) -> str:
     return hashlib.sha256(_encode(sampling)).hexdigest()
 
 
+def with_digests(row: TokenLogRow) -> TokenLogRow:
+    """`row` with the digests of its texts, which nobody needs before it is written."""
+    asked = row.asked
+    if asked is not None and asked.body is not None and asked.body_sha256 is None:
+        asked = replace(asked, body_sha256=text_sha256(asked.body))
+    if row.text_sha256:
+        return row if asked is row.asked else replace(row, asked=asked)
+    return replace(row, asked=asked, text_sha256=text_sha256(row.text), num_text_chars=len(row.text))
+
+
 def redacted(row: TokenLogRow, content: LogContent) -> TokenLogRow:
     """`row` with what `content` leaves out taken away; a row that is redacted further only loses more."""
     if content == "full" or row.content == "hash":
         return row
+    row = with_digests(row)
     if row.content == "full":
         row = _without_texts(row)
     return row if content == "ids" else _without_ids(row)
@@ -67,7 +78,7 @@ def encode_log_row(row: TokenLogRow, *, content: LogContent = "full", max_bytes:
     ids of prompt and output with all that is told of each. ValueError when what is left is still too large,
     or has no UTF-8.
     """
-    row = redacted(row, content)
+    row = with_digests(redacted(row, content))
     line = _encode(row)
     if not max_bytes:
         return line
@@ -103,7 +114,6 @@ def _without_texts(row: TokenLogRow) -> TokenLogRow:
         told=told,
         sampling=sampling,
         text="",
-        text_sha256=row.text_sha256 or text_sha256(row.text),
         error=_kind_of_error(row.error),
         user=_digest(row.user) if row.user is not None else None,
         metadata={_digest(key): _digest(value) for key, value in row.metadata.items()},

@@ -169,14 +169,15 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     wanted, `top_logprobs` have one entry for each of `token_ids`, in output order. `text_offsets` has one for
     each token told to the client: where in `text` its own text begins, in characters. `token_ids`
     includes the EOS or stop token when one ended the request; `text` does not. `span_id` is that of the HTTP
-    request (HttpRow), which answers may share, `choice_index` of `num_choices`. `identity_sha256`
+    request (HttpRow), which answers may share: it is `choice_index` of `num_choices`, and answers its prompt
+    `prompt_index`. `identity_sha256`
     points at the Identity line of the same log (SHA-256 of its JSON). `user` and `metadata` are what the
     client called the request. `received_ns`, `tokenized_ns` and
     `flushed_ns` are the server's: HTTP body read, prompt ids ready, last byte written.
 
     With `content` "ids" texts and bodies are left out, and other words of the client are replaced by
     `sha256:` and their digest; with "hash" ids are left out too, and `digests` say what was there.
-    `text_sha256` and `num_text_chars` are always of the whole text. `truncated` says what was cut because
+    `text_sha256` and `num_text_chars`, filled in as a row is written, are of the whole text. `truncated` says what was cut because
     the row was too large.
     `asked` and `told` are None in logs from before schema 2.
     """
@@ -216,6 +217,7 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
     content: LogContent = "full"
     choice_index: int = 0
     num_choices: int = 1
+    prompt_index: int = 0
     asked: Asked | None = None
     told: Told | None = None
     top_logprobs: list[list[tuple[int, float]]] = []

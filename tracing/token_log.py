@@ -17,7 +17,6 @@ import msgspec
 
 from firstdiff.tracing.lines import read_lines
 from firstdiff.tracing.log_content import hash_identity as hash_identity
-from firstdiff.tracing.log_content import text_sha256
 from firstdiff.tracing.log_files import HTTP_FILE as HTTP_FILE
 from firstdiff.tracing.log_files import STEPS_FILE as STEPS_FILE
 from firstdiff.tracing.log_files import TOKENS_FILE as TOKENS_FILE
@@ -57,6 +56,7 @@ class ServerStamps(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
     choice_index: int = 0
     num_choices: int = 1
+    prompt_index: int = 0
     asked: Asked | None = None
 
 
@@ -142,12 +142,11 @@ class TokenLogFold:
             metadata=stamps.metadata,
             choice_index=stamps.choice_index,
             num_choices=stamps.num_choices,
+            prompt_index=stamps.prompt_index,
             asked=stamps.asked,
             told=told,
             top_logprobs=[row.top_logprobs for row in tokens] if engine.sampling.logprobs is not None else [],
             text_offsets=list(text_offsets),
-            text_sha256=text_sha256(text),
-            num_text_chars=len(text),
         )
 
     def discard(self, request_id: str) -> None:

@@ -57,8 +57,6 @@ def test_a_request_is_joined_whole():
         num_cached_tokens=1,
         prefill_chunks=[PrefillChunk(step_index=10, start_token=1, num_tokens=2)],
         num_preemptions=2,
-        text_sha256="ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
-        num_text_chars=3,
     )
 
 

@@ -15,12 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ledger_rows import identity, log_row, step_row
+from ledger_rows import identity, step_row
+from ledger_rows import log_row as made_row
 
-from firstdiff.tracing.records import (
-    StepRow,
-    encode_row,
-)
+from firstdiff.tracing.log_content import with_digests
+from firstdiff.tracing.records import StepRow, encode_row
 from firstdiff.tracing.token_log import (
     STEPS_FILE,
     TOKENS_FILE,
@@ -28,6 +27,11 @@ from firstdiff.tracing.token_log import (
     hash_identity,
     read_token_log,
 )
+
+
+def log_row(**changes):
+    """A row as it is once it was written."""
+    return with_digests(made_row(**changes))
 
 
 def test_a_log_is_read_as_written(tmp_path):
