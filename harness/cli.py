@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
+from firstdiff.harness.cli_log import log_app
 from firstdiff.harness.cli_serve import model_app, serve
 from firstdiff.harness.cli_trace import jaeger, trace_app
 from firstdiff.harness.options import (
@@ -69,6 +70,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.add_typer(model_app, name="model")
+app.add_typer(log_app, name="log")
 app.add_typer(trace_app, name="trace")
 app.command()(jaeger)
 

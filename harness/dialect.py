@@ -16,6 +16,9 @@ import msgspec
 
 from firstdiff.tracing.records import Identity, Request
 
+FORCED = "forced_token_ids"
+GENERATE = "/inference/v1/generate"
+
 IdentityDecoder = msgspec.json.Decoder(Identity)
 
 
@@ -24,20 +27,29 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids`: whether `return_token_ids` works ("unstreamed_chat": in chat only without streaming).
     `continuous_usage`: whether each chunk can carry usage so far. `owned_by`: what /v1/models says.
+    `forcing`: how it can be made to answer given tokens, with its own log-probabilities of them: by the field
+    `forced_token_ids`, by vLLM's token-in-token-out route (a server with --enable-trace-replay), or not.
     """
 
     name: str
     token_ids: Literal["never", "unstreamed_chat", "always"] = "never"
     continuous_usage: bool = False
     owned_by: str | None = None
+    forcing: Literal["never", "field", "generate"] = "never"
 
     def body(self, request: Request, *, model: str) -> tuple[str, dict[str, Any]]:
-        """The path and the JSON body that ask for `request`; ValueError when it is no valid request."""
+        """The path and the JSON body that ask for `request`; ValueError when it is no valid request.
+
+        `forced_token_ids` in its `extra` are what it is to answer, in whatever way the endpoint knows.
+        """
         if (request.prompt is None) == (request.messages is None):
             raise ValueError(
                 f"expected exactly one of prompt and messages in case {request.case_id!r}, got "
                 + ("neither" if request.prompt is None else "both")
             )
+        forced = request.extra.get(FORCED)
+        if forced is not None and self.forcing != "field":
+            return self._generate_body(request, forced, model=model)
         is_chat = request.messages is not None
         body: dict[str, Any] = {"model": model}
         body |= {"messages": request.messages} if is_chat else {"prompt": request.prompt}
@@ -64,12 +76,42 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
             body["return_token_ids"] = True
         return ("/v1/chat/completions" if is_chat else "/v1/completions"), body | request.extra
 
+    def _generate_body(self, request: Request, forced: object, *, model: str) -> tuple[str, dict[str, Any]]:
+        if self.forcing == "never" or not isinstance(request.prompt, list):
+            raise ValueError(
+                f"expected an endpoint that can be made to answer given tokens of a prompt of ids, got the "
+                f"dialect {self.name}: ask without {FORCED}"
+            )
+        sampling = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+            "logprobs": request.logprobs,
+            "trace_decode_token_ids": forced,
+        }
+        rest = {name: value for name, value in request.extra.items() if name != FORCED}
+        return GENERATE, {
+            "model": model,
+            "token_ids": request.prompt,
+            "sampling_params": sampling | rest,
+            # With texts, log-probabilities come as chat has them.
+            "output_mode": "text",
+            "stream": False,
+        }
+
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
-        Dialect(name="firstdiff", token_ids="always", continuous_usage=True, owned_by="firstdiff"),
-        Dialect(name="vllm", token_ids="always", continuous_usage=True, owned_by="vllm"),
+        Dialect(
+            name="firstdiff",
+            token_ids="always",
+            continuous_usage=True,
+            owned_by="firstdiff",
+            forcing="field",
+        ),
+        Dialect(name="vllm", token_ids="always", continuous_usage=True, owned_by="vllm", forcing="generate"),
         Dialect(name="sglang", token_ids="unstreamed_chat", continuous_usage=True, owned_by="sglang"),
         # Its ids come inside the log-probability entries.
         Dialect(name="llama.cpp", owned_by="llamacpp"),

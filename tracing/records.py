@@ -177,9 +177,8 @@ class TokenLogRow(Row, frozen=True, kw_only=True, tag="token_log"):
 
     With `content` "ids" texts and bodies are left out, and other words of the client are replaced by
     `sha256:` and their digest; with "hash" ids are left out too, and `digests` say what was there.
-    `text_sha256` and `num_text_chars`, filled in as a row is written, are of the whole text. `truncated` says what was cut because
-    the row was too large.
-    `asked` and `told` are None in logs from before schema 2.
+    `text_sha256` and `num_text_chars`, filled in as a row is written, are of the whole text. `truncated` says
+    what was cut because the row was too large. `asked` and `told` are None in logs from before schema 2.
     """
 
     schema: int = TOKEN_LOG_SCHEMA
@@ -339,7 +338,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int | None = None
     stream: bool = True
-    extra: dict[str, bool | int | float | str | list[str | int] | None] = {}
+    extra: dict[str, bool | int | float | str | list[str | int] | dict[str, float] | None] = {}
 
 
 def encode_row(row: msgspec.Struct) -> bytes:

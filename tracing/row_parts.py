@@ -96,10 +96,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asked beside its sampling, as far as it decides the prompt and the text.
 
-    `body` is the HTTP body, on the first answer to it only, as is its SHA-256. `prompt_text_sha256` is of the text that became
-    the prompt's tokens (a chat as its template wrote it), None where ids were sent. `add_special_tokens` is
-    None for those too. `num_truncated_tokens` were cut off the prompt's beginning on request. Whether a
-    cache salt came is told, the salt is not.
+    `body` is the HTTP body, on the first answer to it only, as is its SHA-256. `prompt_text_sha256` is of the
+    text that became the prompt's tokens (a chat as its template wrote it), None where ids were sent.
+    `add_special_tokens` is None for those too. `num_truncated_tokens` were cut off the prompt's beginning on
+    request. Whether a cache salt came is told, the salt is not.
     """
 
     body: str | None = None
@@ -117,8 +117,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """What the client was told of its answer.
 
     `num_tokens` went into it, the first of `token_ids`: after a stop string the engine may have gone on.
-    `finish_reason` is None when the answer had no end; one that calls tools ends with "stop". `stop_match` is the stop string or the stop token
-    that ended it. `usage` counts all answers to the HTTP request, None where the answer had none.
+    `finish_reason` is None when the answer had no end; one that calls tools ends with "stop". `stop_match` is
+    the stop string or the stop token that ended it. `usage` counts all answers to the HTTP request, None
+    where the answer had none.
     """
 
     num_tokens: int
