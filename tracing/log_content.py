@@ -75,8 +75,8 @@ def encode_log_row(row: TokenLogRow, *, content: LogContent = "full", max_bytes:
     """The line of `row`, redacted, and cut to `max_bytes` (0: whole).
 
     Cut are, in this order, the body, the alternatives of tokens, the text, the words of a structure, then the
-    ids of prompt and output with all that is told of each. ValueError when what is left is still too large,
-    or has no UTF-8.
+    ids of prompt and output with all that is told of each; what is too short to help is left. ValueError when
+    what is left is still too large, or has no UTF-8.
     """
     row = with_digests(redacted(row, content))
     line = _encode(row)
@@ -153,7 +153,7 @@ def _without_ids(row: TokenLogRow) -> TokenLogRow:
 
 
 def _cut_body(row: TokenLogRow, excess_bytes: int) -> TokenLogRow:
-    if row.asked is None or row.asked.body is None:
+    if row.asked is None or row.asked.body is None or len(row.asked.body) < _MARK_BYTES:
         return row
     body = row.asked.body
     kept = _fitting(body, excess_bytes)
@@ -167,7 +167,7 @@ def _cut_alternatives(row: TokenLogRow, _: int) -> TokenLogRow:
 
 
 def _cut_text(row: TokenLogRow, excess_bytes: int) -> TokenLogRow:
-    if not row.text:
+    if len(row.text) < _MARK_BYTES:
         return row
     kept = _fitting(row.text, excess_bytes)
     return _marked(replace(row, text=kept), "text", len(kept), len(row.text))
@@ -175,14 +175,14 @@ def _cut_text(row: TokenLogRow, excess_bytes: int) -> TokenLogRow:
 
 def _cut_structure(row: TokenLogRow, _: int) -> TokenLogRow:
     structure = row.sampling.structure
-    if structure is None or not structure.spec:
+    if structure is None or len(structure.spec) < _MARK_BYTES:
         return row
     sampling = replace(row.sampling, structure=replace(structure, spec=""))
     return _marked(replace(row, sampling=sampling), "structure", 0, len(structure.spec))
 
 
 def _cut_prompt(row: TokenLogRow, excess_bytes: int) -> TokenLogRow:
-    if not row.prompt_token_ids:
+    if len(row.prompt_token_ids) < _MARK_BYTES:
         return row
     num_kept = _num_fitting(len(row.prompt_token_ids), len(_encode(row.prompt_token_ids)), excess_bytes)
     ids = row.prompt_token_ids[:num_kept]

@@ -65,6 +65,8 @@ class TokenLogWriter:
         self._untold: dict[tuple[str, LossReason], LossRow] = {}
         head = self._encode(identity)
         max_bytes = self._limits.max_file_bytes
+        # What is written at once stands in one file.
+        self._chunk_bytes = min(_CHUNK_BYTES, max_bytes // 8) if max_bytes else _CHUNK_BYTES
         self._files = {
             TOKENS_FILE: LogFile(directory, TOKENS_FILE, max_bytes=max_bytes, head=head),
             STEPS_FILE: LogFile(directory, STEPS_FILE, max_bytes=max_bytes),
@@ -137,7 +139,7 @@ class TokenLogWriter:
                 continue
             waiting[name].append((row, line))
             sizes[name] += len(line)
-            if sizes[name] >= _CHUNK_BYTES:
+            if sizes[name] >= self._chunk_bytes:
                 self._append(name, waiting[name])
                 waiting[name], sizes[name] = [], 0
         for name, lines in waiting.items():
