@@ -175,7 +175,7 @@ def diff(
 
     Exit codes: 0 equal; 1 different; 2 wrong usage; 3 nothing to compare, or not all of it.
     """
-    from firstdiff.regression.log_diff import answer_of, coarser, diff_answers, pair_rows, same_prompt
+    from firstdiff.regression.log_diff import answer_of, asked_alike, coarser, diff_answers, pair_rows
     from firstdiff.regression.quoting import for_text
 
     ours, theirs = read_log(base), read_log(candidate)
@@ -184,8 +184,8 @@ def diff(
     shifts: list[float] = []
     for one, other in pairs:
         content = coarser(one.content, other.content)
-        if not same_prompt(one, other):
-            outcome, text = "unknown", "the two were asked with other prompts"
+        if not asked_alike(one, other):
+            outcome, text = "unknown", "the two were asked with another prompt, sampling or seed"
         else:
             found = diff_answers(answer_of(one, content), answer_of(other, content))
             outcome, text = found.outcome, found.text

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from msgspec.structs import replace
-
 from firstdiff.regression.quoting import quoted, quoted_end
 from firstdiff.tracing.log_content import ids_sha256, redacted, sampling_sha256
 from firstdiff.tracing.records import LogContent, RequestRow, TokenLogRow
@@ -81,25 +79,17 @@ def coarser(*contents: LogContent) -> LogContent:
     return _ORDER[max((_ORDER.index(content) for content in contents), default=0)]
 
 
+def asked_alike(base: TokenLogRow, candidate: TokenLogRow) -> bool:
+    """Whether both were asked with the same prompt and sampling, as far as both say; a cut one is another."""
+    content = coarser(base.content, candidate.content)
+    return _asked_key(base, content) == _asked_key(candidate, content)
+
+
 def _asked_key(row: TokenLogRow, content: LogContent) -> str:
-    if row.sampling.temperature == 0 and row.content != "hash":
-        row = replace(row, sampling=replace(row.sampling, seed=0))
     row = redacted(row, content)
     if row.digests is not None:
         return f"{row.digests.prompt_sha256} {row.digests.sampling_sha256}"
     return f"{ids_sha256(row.prompt_token_ids)} {sampling_sha256(row.sampling)}"
-
-
-def same_prompt(base: TokenLogRow, candidate: TokenLogRow) -> bool:
-    """Whether both were asked with the same prompt, as far as both say."""
-    content = coarser(base.content, candidate.content)
-    one, other = redacted(base, content), redacted(candidate, content)
-    if one.digests is not None and other.digests is not None:
-        return one.digests.prompt_sha256 == other.digests.prompt_sha256
-    num_kept = min(len(one.prompt_token_ids), len(other.prompt_token_ids))
-    if one.num_prompt_tokens != other.num_prompt_tokens:
-        return False
-    return one.prompt_token_ids[:num_kept] == other.prompt_token_ids[:num_kept]
 
 
 def answer_of(row: TokenLogRow, content: LogContent | None = None) -> Answer:

@@ -47,7 +47,16 @@ def ids_sha256(ids: Sequence[int]) -> str:
 
 
 def sampling_sha256(sampling: Sampling) -> str:
-    """SHA-256 of a sampling's JSON."""
+    """SHA-256 of the JSON of what decides its tokens: what log-probabilities were wanted does not, nor does
+    the seed of a greedy one."""
+    sampling = replace(
+        sampling,
+        seed=sampling.seed if sampling.temperature else 0,
+        logprobs=None,
+        prompt_logprobs=None,
+        prompt_logprobs_start=1,
+        logprobs_mode="raw_logprobs",
+    )
     return hashlib.sha256(_encode(sampling)).hexdigest()
 
 

@@ -132,8 +132,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 class Digests(msgspec.Struct, frozen=True, kw_only=True):
     """What a log of hashes keeps in place of ids and text: SHA-256 hex digests and counts.
 
-    Those of ids are of their JSON array without blanks, that of the sampling is of its JSON as a log of ids
-    has it. A digest of something short can be guessed by trying.
+    Those of ids are of their JSON array without blanks, that of the sampling is of what of it decides the
+    tokens, as a log of ids has it (log_content.py). A digest of something short can be guessed by trying.
     """
 
     num_prompt_tokens: int
