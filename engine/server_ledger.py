@@ -17,6 +17,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from firstdiff.engine.engine import EngineRequest
+from firstdiff.tracing.log_content import redacted
 from firstdiff.tracing.metrics import MetricFold
 from firstdiff.tracing.otlp_export import OtlpOutput, OtlpTarget, resource_attributes
 from firstdiff.tracing.records import EngineRequestRow, HttpRow, Identity, Row, StepRow, Told
@@ -55,7 +56,8 @@ class ServerLedger:
         self.identity_sha256 = hash_identity(identity)
         self._requests = TokenLogFold()
         self._metrics = MetricFold(CollectorRegistry(), model_name=model_name)
-        self._log = TokenLogWriter(log_dir, identity, log_limits) if log_dir is not None else None
+        self._log_limits = log_limits or LogLimits()
+        self._log = TokenLogWriter(log_dir, identity, self._log_limits) if log_dir is not None else None
         outputs: list[SpanOutput] = []
         if log_dir is not None:
             resource = resource_attributes(identity)
@@ -168,4 +170,6 @@ class ServerLedger:
         if self._log is not None:
             self._log.write(row)
         if self._spans is not None:
-            self._spans.answer(row)
+            # Spans hold stop strings, which a redacted log may not; token ids they never hold.
+            is_full = self._log_limits.content == "full"
+            self._spans.answer(row if is_full else redacted(row, "ids"))

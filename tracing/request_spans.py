@@ -149,7 +149,7 @@ def _stretch_attributes(row: TokenLogRow, stretch: _Stretch, *, is_first: bool) 
     if hidden:
         attributes[names.HIDDEN_PHASES] = hidden
     if stretch.phase == "tokenize":
-        attributes[names.GEN_AI_INPUT_TOKENS] = len(row.prompt_token_ids)
+        attributes[names.GEN_AI_INPUT_TOKENS] = row.num_prompt_tokens
     elif stretch.phase == "prefill":
         chunks = [segment.chunk for segment in stretch.segments if segment.chunk is not None]
         if is_first and all(chunk.finished_ns is None for chunk in row.prefill_chunks):
@@ -162,7 +162,7 @@ def _stretch_attributes(row: TokenLogRow, stretch: _Stretch, *, is_first: bool) 
         if is_first:
             attributes[names.GEN_AI_CACHED_TOKENS] = row.num_cached_tokens
     elif stretch.phase == "decode" and is_first:
-        attributes[names.GEN_AI_OUTPUT_TOKENS] = len(row.token_ids)
+        attributes[names.GEN_AI_OUTPUT_TOKENS] = row.num_output_tokens
     return attributes
 
 
@@ -180,8 +180,8 @@ def _inference_attributes(row: TokenLogRow, operation: str, model: str) -> dict[
         names.GEN_AI_TOP_P: sampling.top_p,
         names.GEN_AI_TOP_K: sampling.top_k,
         names.GEN_AI_STOP: tuple(sampling.stop),
-        names.GEN_AI_INPUT_TOKENS: len(row.prompt_token_ids),
-        names.GEN_AI_OUTPUT_TOKENS: len(row.token_ids),
+        names.GEN_AI_INPUT_TOKENS: row.num_prompt_tokens,
+        names.GEN_AI_OUTPUT_TOKENS: row.num_output_tokens,
         names.GEN_AI_CACHED_TOKENS: row.num_cached_tokens,
         names.LATENCY_E2E: (at.flushed_ns - at.received_ns) / 1e9,
         names.LATENCY_QUEUE: (at.scheduled_ns - at.tokenized_ns) / 1e9,
