@@ -233,7 +233,8 @@ class Answerer:
         body: str | None = None
         if self._ledger.keeps_log:
             body = received.body.decode("utf-8", "replace")
-        trace = call_of(request).trace
+        call = call_of(request)
+        trace = call.trace
         stamps = [
             ServerStamps(
                 request_id=choice.request.request_id,
@@ -260,6 +261,7 @@ class Answerer:
             received.request_id,
             choices,
             stamps,
+            is_sampled=call.is_sampled,
             per_prompt=per_prompt,
             dispatcher=self._dispatcher,
             ledger=self._ledger,

@@ -38,6 +38,7 @@ class Generation:
         choices: Sequence[Choice],
         stamps: Sequence[ServerStamps],
         *,
+        is_sampled: bool,
         per_prompt: int,
         dispatcher: Dispatcher,
         ledger: ServerLedger,
@@ -46,6 +47,7 @@ class Generation:
         """`per_prompt` choices after one another share a prompt. ApiError as in Dispatcher.open."""
         self._choices = choices
         self._stamps = {stamp.request_id: stamp for stamp in stamps}
+        self._is_sampled = is_sampled
         self._dispatcher = dispatcher
         self._ledger = ledger
         self._clock = clock
@@ -109,6 +111,9 @@ class Generation:
             requests[0] = msgspec.structs.replace(requests[0], follower_ids=tuple(others))
         self._dispatcher.submit(self._mailbox, requests)
         self._submitted.update(choice.request.request_id for choice in choices)
+        for request in requests:
+            trace_id = self._stamps[request.request_id].trace_id if self._is_sampled else None
+            self._ledger.begin(request, trace_id=trace_id)
 
     def _follow(self, deliveries: list[Delivery]) -> tuple[Batch, ApiError | None]:
         ends = {row.request_id: row for row in deliveries if isinstance(row, EngineRequestRow)}

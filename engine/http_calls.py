@@ -25,10 +25,11 @@ from firstdiff.tracing.trace_sampling import Sampler
 class HttpCall:
     """One request under way: its trace, and how many answers the engine took for it."""
 
-    __slots__ = ("num_answers", "request_id", "trace")
+    __slots__ = ("is_sampled", "num_answers", "request_id", "trace")
 
-    def __init__(self, trace: TraceContext) -> None:
+    def __init__(self, trace: TraceContext, *, is_sampled: bool) -> None:
         self.trace = trace
+        self.is_sampled = is_sampled
         self.request_id: str | None = None
         self.num_answers = 0
 
@@ -60,7 +61,8 @@ class HttpCalls:
         if resource is None or request.method != "POST" or resource.canonical not in self._routes:
             return await handler(request)
         received_unix_ns, received_ns = self._clock.now_unix_ns(), self._clock.now_ns()
-        call = request[_CALL] = HttpCall(self._start_trace(request))
+        trace = self._start_trace(request)
+        call = request[_CALL] = HttpCall(trace, is_sampled=self._is_sampled(trace))
         status: int | None = None
         error_type: str | None = CANCELLED
         try:
@@ -77,7 +79,7 @@ class HttpCalls:
                     span_id=call.trace.span_id,
                     parent_span_id=call.trace.parent_span_id,
                     tracestate=call.trace.tracestate,
-                    sampled=self._is_sampled(call.trace),
+                    sampled=call.is_sampled,
                     method=request.method,
                     route=resource.canonical,
                     status=status,

@@ -18,6 +18,7 @@ import msgspec
 from firstdiff.engine.access import check_keys
 from firstdiff.engine.config import EngineConfig
 from firstdiff.engine.faults import check_faults
+from firstdiff.tracing.metrics import MetricsDialect
 from firstdiff.tracing.otlp_export import OtlpTarget
 from firstdiff.tracing.records import LogContent
 from firstdiff.tracing.token_log import LogLimits
@@ -25,6 +26,7 @@ from firstdiff.tracing.trace_sampling import Sampler
 
 MAX_TIMEOUT_S = 86_400.0
 LOG_CONTENTS: tuple[LogContent, ...] = get_args(LogContent)
+METRICS_DIALECTS: tuple[MetricsDialect, ...] = get_args(MetricsDialect)
 MIN_LOG_BYTES, MAX_LOG_BYTES = 1 << 16, 1 << 44
 MIN_LOG_ROW_BYTES, MAX_LOG_ROW_BYTES = 1 << 14, 1 << 30
 
@@ -35,7 +37,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     `port` 0 takes any free one. `log_dir` None keeps no files; a file of `log_max_bytes` is followed by the
     next, 0 never; a row of more than `log_max_row_bytes` is cut. `otlp_endpoint`, `otlp_protocol`
     and `trace_sample_fraction` None leave it to OpenTelemetry's variables; `trace_slow_s` None: being slow is
-    no reason to keep a trace.
+    no reason to keep a trace. With the `metrics_dialect` "vllm", metrics are there under vLLM's names too.
     `served_model_name` None serves under the model's own name. `body_timeout_s` bounds a request's head as
     well as its body, `write_timeout_s` how long a client may leave an answer unread, `drain_timeout_s` how
     long running requests may take to finish after a signal. Without `api_keys` anybody is answered.
@@ -54,6 +56,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     otlp_protocol: str | None = None
     trace_sample_fraction: float | None = None
     trace_slow_s: float | None = None
+    metrics_dialect: str = "firstdiff"
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
@@ -81,6 +84,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         self.otlp()
         self.sampler()
         self.log_limits()
+        self.dialect()
         if self.log_dir is not None:
             make_log_dir(self.log_dir)
 
@@ -99,6 +103,16 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expected --trace-slow in 0..{MAX_TIMEOUT_S:g} seconds, got {slow_s:g}")
         slow_ns = None if slow_s is None else int(slow_s * 1e9)
         return Sampler.from_environment(os.environ, fraction=fraction, slow_ns=slow_ns)
+
+    def dialect(self) -> MetricsDialect:
+        """Under whose names metrics are shown; ValueError when there is no such dialect."""
+        dialect = next((one for one in METRICS_DIALECTS if one == self.metrics_dialect), None)
+        if dialect is None:
+            raise ValueError(
+                f"expected --metrics-dialect out of {', '.join(METRICS_DIALECTS)}, "
+                f"got {self.metrics_dialect!r}"
+            )
+        return dialect
 
     def log_limits(self) -> LogLimits:
         """How much the log keeps; ValueError when that cannot be, or there is no log."""

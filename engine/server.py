@@ -301,6 +301,7 @@ def _open_ledger(settings: ServeSettings, identity: Identity, model_name: str) -
             otlp=settings.otlp(),
             sampler=settings.sampler(),
             log_limits=settings.log_limits(),
+            metrics_dialect=settings.dialect(),
         )
     except OSError as error:
         raise log_error(settings.log_dir, error) from error

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from firstdiff.engine.engine import EngineRequest
 from firstdiff.tracing.log_content import redacted
-from firstdiff.tracing.metrics import MetricFold
+from firstdiff.tracing.metrics import MetricFold, MetricsDialect
 from firstdiff.tracing.otlp_export import OtlpOutput, OtlpTarget, resource_attributes
 from firstdiff.tracing.records import EngineRequestRow, HttpRow, Identity, Row, StepRow, Told
 from firstdiff.tracing.span_file import SpanFile
@@ -51,11 +51,13 @@ class ServerLedger:
         otlp: OtlpTarget | None,
         sampler: Sampler,
         log_limits: LogLimits | None = None,
+        metrics_dialect: MetricsDialect = "firstdiff",
     ) -> None:
         self.identity = identity
         self.identity_sha256 = hash_identity(identity)
         self._requests = TokenLogFold()
-        self._metrics = MetricFold(CollectorRegistry(), model_name=model_name)
+        self._metrics = MetricFold(CollectorRegistry(), model_name=model_name, dialect=metrics_dialect)
+        self._metrics.feed(identity)
         self._log_limits = log_limits or LogLimits()
         self._log = TokenLogWriter(log_dir, identity, self._log_limits) if log_dir is not None else None
         outputs: list[SpanOutput] = []
@@ -67,6 +69,14 @@ class ServerLedger:
         self._spans = SpanFold(outputs, sampler, model=model_name) if outputs else None
         self._finished_by_engine: set[str] = set()
         self._ended: dict[str, _Ended] = {}
+
+    def begin(self, request: EngineRequest, *, trace_id: str | None) -> None:
+        """The engine was handed a request, whose rows will follow; `trace_id` None: its trace is not kept."""
+        self._metrics.begin(
+            request.request_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            trace_id=trace_id if self._spans is not None else None,
+        )
 
     def feed(self, rows: Iterable[Row]) -> None:
         """Take in the rows of one step, in order."""
@@ -95,6 +105,7 @@ class ServerLedger:
 
     def end_http(self, row: HttpRow) -> None:
         """An HTTP request has ended, after `end` of each of its answers; late rows of those may follow."""
+        self._metrics.feed(row)
         if self._log is not None:
             self._log.write_http(row)
         if self._spans is not None:
@@ -103,6 +114,7 @@ class ServerLedger:
     def forget(self, request_id: str) -> None:
         """The engine refused this request: nothing will be written of it."""
         self._ended.pop(request_id, None)
+        self._metrics.forget(request_id)
 
     def fail(
         self, request: EngineRequest, *, arrived_ns: int, finished_ns: int, error: str
@@ -132,6 +144,12 @@ class ServerLedger:
     def keeps_log(self) -> bool:
         """Whether what clients asked is written down."""
         return self._log is not None
+
+    @property
+    def num_kept(self) -> int:
+        """How much is kept for what is still to come of requests; 0 when all have ended."""
+        folds = self._metrics.num_open_requests + self._requests.num_open_requests
+        return folds + len(self._ended) + len(self._finished_by_engine)
 
     @property
     def num_lost_rows(self) -> int:

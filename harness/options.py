@@ -188,6 +188,9 @@ class HttpOptions:
     trace_slow: Annotated[
         float | None, typer.Option(help="Keep also those of requests that took so many seconds.")
     ] = None
+    metrics_dialect: Annotated[
+        Literal["firstdiff", "vllm"], typer.Option(help="vllm: metrics under vLLM's names too.")
+    ] = "firstdiff"
     max_body_bytes: Annotated[int, typer.Option(help="Of a request, decompressed.")] = 4 << 20
     body_timeout: Annotated[float, typer.Option(help="Seconds a request may take to arrive.")] = 60.0
     write_timeout: Annotated[float, typer.Option(help="Seconds an answer may lie unread.")] = 60.0

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ledger_rows import STAMPS, engine_row, identity, log_row, step_row, token_rows
+from metric_samples import OPENMETRICS, feed_as_the_server_does, new_fold, random_requests, samples
 
-from firstdiff.tracing.metrics import MetricFold
+from firstdiff.tracing.metric_table import METRIC_PREFIX
 from firstdiff.tracing.names import METRICS
 from firstdiff.tracing.token_log import (
     TokenLogFold,
@@ -28,74 +28,6 @@ from firstdiff.tracing.token_log import (
     read_token_log,
     unfold,
 )
-
-LABELS = {"model_name": "m", "engine": "0"}
-OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-
-
-def new_fold():
-    return MetricFold(CollectorRegistry(), model_name="m")
-
-
-def samples(fold):
-    """Every sample of a scrape as {(name, sorted extra labels): value}, times of creation left out."""
-    found = {}
-    for family in parse_text(fold.exposition()[1].decode()):
-        for sample in family.samples:
-            if sample.name.endswith("_created"):
-                continue
-            assert LABELS.items() <= sample.labels.items(), sample
-            extra = tuple(sorted(sample.labels.items() - LABELS.items()))
-            assert (sample.name, extra) not in found
-            found[sample.name, extra] = sample.value
-    return found
-
-
-def random_requests(seed, num_requests):
-    """Log rows of whole, aborted and failed requests, in the shapes that an engine makes."""
-    rng = random.Random(seed)
-    rows = []
-    for index in range(num_requests):
-        reason = rng.choice(["stop", "length", "abort", "error"])
-        num_tokens = rng.choice([0, 1, 2, 9]) if reason in ("abort", "error") else rng.randint(1, 30)
-        stamps = sorted(rng.randrange(1_000, 10_000_000_000) for _ in range(6 + num_tokens))
-        received, tokenized, scheduled, *emitted, finished, flushed = stamps
-        was_scheduled = bool(num_tokens) or rng.random() < 0.5
-        emitted = emitted[:num_tokens]
-        rows.append(
-            log_row(
-                request_id=f"r{index}",
-                received_ns=received,
-                tokenized_ns=tokenized,
-                arrived_ns=tokenized,
-                first_scheduled_ns=scheduled if was_scheduled else None,
-                first_token_ns=emitted[0] if emitted else None,
-                finished_ns=finished,
-                flushed_ns=flushed,
-                prompt_token_ids=list(range(rng.randint(2, 300))),
-                token_ids=[rng.randrange(1 << 17) for _ in emitted],
-                emitted_ns=emitted,
-                step_index=list(range(num_tokens)),
-                batch_size=[1] * num_tokens,
-                logprobs=[None] * num_tokens,
-                finish_reason=reason,
-                num_cached_tokens=rng.randint(0, 2),
-                num_preemptions=rng.choice([0, 0, 0, 1, 7]),
-            )
-        )
-    return rows
-
-
-def feed_as_the_server_does(fold, rows, rng):
-    """Token rows of all requests interleaved, each request ended when its engine row came."""
-    streams = {row.request_id: [*unfold(row)[0], unfold(row)[1]] for row in rows}
-    by_id = {row.request_id: row for row in rows}
-    while streams:
-        request_id = rng.choice(sorted(streams))
-        fold.feed(streams[request_id].pop(0))
-        if not streams[request_id]:
-            del streams[request_id]
-            fold.observe_end(by_id[request_id])
 
 
 def expected_distributions(rows):
@@ -117,6 +49,9 @@ def expected_distributions(rows):
             (row.finished_ns - row.first_scheduled_ns) / 1e9 for row in scheduled
         ],
         "request_decode_time_seconds": [(row.finished_ns - row.first_token_ns) / 1e9 for row in with_token],
+        "request_preempted_time_seconds": [
+            phase_durations_ns(row)["preempted"] / 1e9 for row in rows if row.preemptions
+        ],
         "request_stream_time_seconds": [(row.flushed_ns - row.finished_ns) / 1e9 for row in rows],
         "request_time_per_output_token_seconds": [
             (row.finished_ns - row.first_token_ns) / 1e9 / (len(row.token_ids) - 1)
@@ -149,10 +84,11 @@ def test_values_equal_an_independent_count_over_the_saved_log(tmp_path, seed):
         writer.write(row)
     writer.close()
     _, saved = read_token_log(tmp_path)
-    assert saved == rows
+    # The writer itself says what the text was.
+    assert [msgspec.structs.replace(row, text_sha256="", num_text_chars=0) for row in saved] == rows
 
     found = samples(live)
-    buckets = {metric.name: metric.buckets for metric in METRICS}
+    buckets = {m.name: m.buckets for m in METRICS if m.prefix == METRIC_PREFIX}
     for name, observed in expected_distributions(saved).items():
         assert found[f"firstdiff_{name}_count", ()] == len(observed), name
         assert found[f"firstdiff_{name}_sum", ()] == pytest.approx(math.fsum(observed), rel=1e-9), name
@@ -163,8 +99,10 @@ def test_values_equal_an_independent_count_over_the_saved_log(tmp_path, seed):
     for reason in ("stop", "length", "abort", "error"):
         number = sum(row.finish_reason == reason for row in saved)
         assert found["firstdiff_request_success_total", (("finished_reason", reason),)] == number
-    assert found["firstdiff_prompt_tokens_total", ()] == sum(len(row.prompt_token_ids) for row in saved)
-    assert found["firstdiff_prompt_tokens_cached_total", ()] == sum(row.num_cached_tokens for row in saved)
+    prefilled = [row for row in saved if row.token_ids or row.finish_reason in ("stop", "length")]
+    assert 0 < len(prefilled) < len(saved)
+    assert found["firstdiff_prompt_tokens_total", ()] == sum(len(row.prompt_token_ids) for row in prefilled)
+    assert found["firstdiff_prompt_tokens_cached_total", ()] == sum(r.num_cached_tokens for r in prefilled)
     assert found["firstdiff_generation_tokens_total", ()] == sum(len(row.token_ids) for row in saved)
 
 
@@ -236,10 +174,15 @@ def test_steps_move_gauges_and_counters(changes):
 
 
 def test_an_unused_server_already_shows_every_metric():
-    found = samples(new_fold())
-    for metric in METRICS:
-        suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
-        assert any(name == f"firstdiff_{metric.name}{suffix}" for name, _ in found), metric.name
+    fold = new_fold()
+    assert set(samples(fold).values()) == {0.0}
+    fold.feed(identity(engine_config={"block_size": 16, "num_blocks": 64}))
+    found = samples(fold)
+    shape = (("block_size", "16"), ("num_gpu_blocks", "64"))
+    assert found.pop(("firstdiff_cache_config_info", shape)) == 1
+    for metric in METRICS[1:]:
+        name = metric.series + ("_count" if metric.kind == "histogram" else "")
+        assert any(shown == name for shown, _ in found), metric.name
     assert set(found.values()) == {0.0}
 
 
@@ -255,24 +198,8 @@ def test_the_exposition_is_parsed_with_its_types_and_definitions(accept):
     families = list((parse_openmetrics if is_openmetrics else parse_text)(body.decode()))
     shown = {family.name: family for family in families}
     for metric in METRICS:
-        family = shown[f"firstdiff_{metric.name}"]
+        family = shown[metric.full_name]
         assert (family.type, family.documentation) == (metric.kind, metric.help)
-
-
-def test_latencies_carry_the_trace_as_exemplar_in_openmetrics_only():
-    fold = new_fold()
-    fold.observe_end(log_row())
-    exemplars = {
-        sample.name: sample.exemplar.labels
-        for family in parse_openmetrics(fold.exposition(OPENMETRICS)[1].decode())
-        for sample in family.samples
-        if sample.exemplar
-    }
-    assert exemplars == {
-        "firstdiff_e2e_request_latency_seconds_bucket": {"trace_id": STAMPS.trace_id},
-        "firstdiff_time_to_first_token_seconds_bucket": {"trace_id": STAMPS.trace_id},
-    }
-    assert b"trace_id" not in fold.exposition()[1]
 
 
 def test_metrics_and_phases_are_the_same_numbers():
@@ -292,6 +219,7 @@ def test_nothing_is_kept_of_ended_requests():
     fold = new_fold()
     for row in (*token_rows(2), engine_row(2)):
         fold.feed(row)
+    assert fold.num_open_requests == 0
     # The same id again: no gap from the first request's last token to this one's first.
     fold.feed(token_rows(1)[0])
     assert samples(fold)["firstdiff_inter_token_latency_seconds_count", ()] == 1
@@ -308,7 +236,7 @@ def test_losses_are_totals_and_never_fall():
 
 def test_rows_of_no_concern_move_nothing():
     fold = new_fold()
-    fold.feed(identity())
+    fold.feed(identity(engine_config={}))
     fold.feed(log_row())
     assert set(samples(fold).values()) == {0.0}
 
@@ -321,16 +249,18 @@ def test_two_servers_in_one_process_do_not_share_metrics():
 
 
 def test_the_table_is_well_formed():
-    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert len({metric.full_name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
         assert metric.help.endswith(".")
         assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert metric.kind == "histogram" or not metric.has_exemplars
+        assert len(metric.labels) == 1 or not metric.values
         assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
 def test_vllms_bucket_edges_are_among_ours():
-    edges = {metric.name: set(metric.buckets) for metric in METRICS}
+    edges = {metric.name: set(metric.buckets) for metric in METRICS if metric.in_vllm}
     ttft = {
         0.001,
         0.005,
