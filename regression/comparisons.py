@@ -290,10 +290,12 @@ def check_logs(base: RunView, candidate: RunView) -> list[Finding]:
         wrong = []
         for row in view.ok.values():
             log = view.logs.get(row.request_id)
-            if log is None or row.token_ids is None:
+            if log is None or row.token_ids is None or log.content == "hash":
                 continue
-            # A stop string ends the answer before the engine has heard of it, so the log may go on.
-            if log.token_ids[: len(row.token_ids)] != row.token_ids:
+            # A stop string ends the answer before the engine has heard of it, so the log may go on; or it may
+            # have been cut, and says so.
+            told = row.token_ids[: len(log.token_ids)] if log.truncated else row.token_ids
+            if log.token_ids[: len(told)] != told:
                 wrong.append(row)
         if wrong:
             findings.append(

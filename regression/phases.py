@@ -47,7 +47,7 @@ def compare_phases(
     for name in PHASES:
         ratios, of_block = [], []
         for (key, one, other), (mine, theirs) in zip(pairs, durations, strict=True):
-            units = (max(1, len(one.token_ids) - 1), max(1, len(other.token_ids) - 1))
+            units = (max(1, one.num_output_tokens - 1), max(1, other.num_output_tokens - 1))
             first, second = float(mine[name]), float(theirs[name])
             if name == "decode":
                 first, second = first / units[0], second / units[1]
@@ -92,7 +92,7 @@ def _added_ns(
     for (_, one, other), (mine, theirs) in zip(pairs, durations, strict=True):
         scale = 1.0
         if name == "decode":
-            scale = max(1, len(one.token_ids) - 1) / max(1, len(other.token_ids) - 1)
+            scale = max(1, one.num_output_tokens - 1) / max(1, other.num_output_tokens - 1)
         added.append(theirs[name] * scale - mine[name])
     return median(added)
 

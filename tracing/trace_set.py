@@ -19,7 +19,7 @@ import msgspec
 
 from firstdiff.tracing import names
 from firstdiff.tracing.jaeger_json import decode_jaeger, is_jaeger
-from firstdiff.tracing.lines import read_lines
+from firstdiff.tracing.log_files import enumerate_log_lines
 from firstdiff.tracing.records import UNREADABLE, HttpRow, Identity, TokenLogRow, decode_row
 from firstdiff.tracing.request_spans import answer_spans, http_span
 from firstdiff.tracing.span_file import SPANS_FILE, read_spans
@@ -206,11 +206,8 @@ def _servers_by_span(
 
 
 def _http_rows(folder: Path) -> list[HttpRow]:
-    file = folder / HTTP_FILE
     rows: list[HttpRow] = []
-    if not file.is_file():
-        return rows
-    for number, line in enumerate(read_lines(file), start=1):
+    for file, number, line in enumerate_log_lines(folder, HTTP_FILE):
         try:
             rows.append(decode_row(line, HttpRow))
         except UNREADABLE as error:

@@ -6,16 +6,18 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ledger_rows import http_row, identity, log_row, step_row
-from synthetic_runs import Workload, make_rows, write_run
+from synthetic_runs import Defect, Workload, make_rows, write_run
 
 from firstdiff.harness.replica import collect_rows
 from firstdiff.regression.diff import compare
+from firstdiff.tracing.log_content import redacted
 from firstdiff.tracing.log_queue import BoundedQueue
-from firstdiff.tracing.records import LossRow
+from firstdiff.tracing.records import Cut, LossRow
 from firstdiff.tracing.store import Run
 from firstdiff.tracing.token_log import LogLimits, TokenLogWriter, read_log
 
@@ -191,3 +193,36 @@ def test_a_run_whose_rows_are_missing_takes_all_losses(tmp_path, num_kept):
     titles = " ".join(one.title for one in verdict.findings)
     assert "could not keep 3 rows" in titles
     assert f"lacks {64 - num_kept} of 64" in titles
+
+
+@pytest.mark.parametrize("content", ["ids", "hash"])
+def test_runs_of_redacted_logs_pass_and_a_slower_phase_is_still_seen(tmp_path, content):
+    statuses = {}
+    for name, defect in (("sound", Defect()), ("slow", Defect(slower_decode=0.6))):
+        made = make_rows(Workload(num_cases=32, repeats=2), ["base", "candidate"], {"candidate": defect})
+        runs = [
+            write_run(tmp_path / name, label, rows, [redacted(log, content) for log in logs])
+            for label, (rows, logs) in made.items()
+        ]
+        statuses[name] = compare(*runs)
+    assert statuses["sound"].status == "pass"
+    assert statuses["slow"].status == "fail"
+    assert "decode" in str(statuses["slow"].findings)
+
+
+def test_a_cut_log_is_no_other_answer(tmp_path):
+    made = make_rows(Workload(num_cases=32, repeats=2), ["base", "candidate"])
+    cut = [Cut(field="token_ids", num_kept=5, num_all=24)]
+    runs = [
+        write_run(
+            tmp_path,
+            label,
+            rows,
+            [msgspec.structs.replace(log, token_ids=log.token_ids[:5], truncated=cut) for log in logs],
+        )
+        for label, (rows, logs) in made.items()
+    ]
+    assert compare(*runs).status == "pass"
+    wrong = [msgspec.structs.replace(log, token_ids=[9] * 5, truncated=cut) for log in made["candidate"][1]]
+    other = write_run(tmp_path / "wrong", "candidate", made["candidate"][0], wrong)
+    assert compare(runs[0], other).status == "fail"
