@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
+from firstdiff.harness.cli_deploy import deploy
 from firstdiff.harness.cli_log import log_app
 from firstdiff.harness.cli_serve import model_app, serve
 from firstdiff.harness.cli_trace import jaeger, trace_app
@@ -73,6 +74,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(log_app, name="log")
 app.add_typer(trace_app, name="trace")
 app.command()(jaeger)
+app.command()(deploy)
 
 
 def _print_version(wanted: bool) -> None:
