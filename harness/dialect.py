@@ -28,7 +28,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids`: whether `return_token_ids` works ("unstreamed_chat": in chat only without streaming).
     `continuous_usage`: whether each chunk can carry usage so far. `owned_by`: what /v1/models says.
     `forcing`: how it can be made to answer given tokens, with its own log-probabilities of them: by the field
-    `forced_token_ids`, by vLLM's token-in-token-out route (a server with --enable-trace-replay), or not.
+    `forced_token_ids`, by vLLM's token-in-token-out route (--enable-scale-out --enable-trace-replay), or not.
     """
 
     name: str
