@@ -118,8 +118,8 @@ def _overload() -> list[Alert]:
             "5m",
             "warning",
             "{{ $labels.instance }} computes many answers partly twice",
-            "{{ $value | humanize }} preemptions a request: each loses its KV blocks and is computed again. "
-            "See request_preempted_time_seconds for what that costs; give it more --num-blocks.",
+            '{{ $value | printf "%.2f" }} preemptions a request: each loses its KV blocks and is computed '
+            "again. See request_preempted_time_seconds for what that costs; give it more --num-blocks.",
         ),
         Alert(
             "FirstdiffRejections",
