@@ -1,7 +1,8 @@
 """The commands that read traces: `firstdiff trace ...` and `firstdiff jaeger`.
 
 Owns: these commands. Refuses to know: how traces are kept, compared or drawn, exit codes of other commands.
-Invariants: as in cli.py; nothing that a trace holds reaches the terminal but through `printable`.
+Invariants: as in cli.py; what needs a web library is imported inside the commands; nothing that a trace holds
+reaches the terminal but through `printable` or `quoted`.
 
 Usage: `app.add_typer(trace_app, name="trace")`.
 """
@@ -14,13 +15,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
-from firstdiff.harness.jaeger_facade import serve_traces
-from firstdiff.harness.jaeger_fetch import FetchQuery, check_url, fetch_traces
 from firstdiff.harness.jaeger_query import duration_ns, unix_ns
 from firstdiff.harness.options import check_output_file, check_output_folder, with_groups
 from firstdiff.harness.progress import printable, progress
@@ -30,10 +29,14 @@ from firstdiff.harness.wire import EndpointError
 from firstdiff.tracing import names
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.jaeger_json import encode_jaeger
-from firstdiff.tracing.otlp_json import encode_traces
+from firstdiff.tracing.otlp_json import decode_traces, encode_traces
 from firstdiff.tracing.span_file import SPANS_FILE
+from firstdiff.tracing.span_record import SpanRecord
 from firstdiff.tracing.store import write_atomically
-from firstdiff.tracing.trace_set import Trace, read_traces
+from firstdiff.tracing.trace_set import Trace, group_traces, read_traces
+
+if TYPE_CHECKING:
+    from firstdiff.harness.jaeger_fetch import FetchQuery
 
 _WIDTH_ELSEWHERE = 120
 _MAX_NAMED = 5
@@ -150,6 +153,8 @@ def fetch(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds an answer may take.")] = 30.0,
 ) -> None:
     """Read spans back from a Jaeger into a folder."""
+    from firstdiff.harness.jaeger_fetch import FetchQuery, check_url
+
     clock = SystemClock()
     start_ns, end_ns = _time_range(since, until, last, now_ns=clock.now_unix_ns())
     query = FetchQuery(
@@ -177,6 +182,8 @@ def fetch(
 async def _fetched(
     url: str, query: FetchQuery, report: Callable[[int, int], None], timeout_s: float
 ) -> list[bytes]:
+    from firstdiff.harness.jaeger_fetch import fetch_traces
+
     found = fetch_traces(url, query, report=report, timeout_s=timeout_s)
     return [encode_traces(spans) async for spans in found]
 
@@ -191,6 +198,86 @@ def _time_range(since: str | None, until: str | None, last: str | None, *, now_n
     return max(0, end_ns - duration_ns(last or "1h")), end_ns
 
 
+@trace_app.command("diff")
+@with_groups
+def diff(
+    base: Annotated[str, typer.Argument(help="A Run, a log folder, a file, or a Jaeger's URL.")],
+    candidate: Annotated[str, typer.Argument(help="As BASE; it may be the same with --candidate-where.")],
+    *,
+    base_where: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE", help="Only traces with a span that says so.")
+    ] = None,
+    candidate_where: Annotated[str | None, typer.Option(metavar="KEY=VALUE", help="As --base-where.")] = None,
+    last: Annotated[str, typer.Option(help="Of a Jaeger: like 90m or 24h.")] = "1h",
+    limit: Annotated[int, typer.Option(help="Of a Jaeger: traces a side, at most; the newest.")] = 1000,
+    jaeger_url: Annotated[str | None, typer.Option(help="Link the examples to this Jaeger.")] = None,
+    margin: Annotated[float, typer.Option(min=0, help="A slow-down that matters, as a fraction.")] = 0.15,
+    format_: Annotated[Literal["text", "json"], typer.Option("--format")] = "text",
+    report: Annotated[Path | None, typer.Option(help="Write the answer to this file too.")] = None,
+) -> None:
+    """Say which phase a change of latency is in: exit code 0 pass, 1 fail, 3 unknown.
+
+    Requests are paired by case where the same ones ran on both sides, else compared by length.
+    """
+    check_output_file(report, "--report")
+    sides = [
+        _side(source, where, last=last, limit=limit)
+        for source, where in ((base, base_where), (candidate, candidate_where))
+    ]
+    from firstdiff.regression.phase_report import to_json, to_text
+    from firstdiff.regression.trace_diff import DiffConfig, diff_traces
+    from firstdiff.regression.verdict import EXIT_CODES
+
+    found = diff_traces(sides[0], sides[1], DiffConfig(latency_margin=margin))
+    links = jaeger_url or next((side for side in (base, candidate) if _is_url(side)), None)
+    text = (
+        to_json(found).decode().rstrip() if format_ == "json" else to_text(found, jaeger_url=links).rstrip()
+    )
+    print(text)
+    if report is not None:
+        write_atomically(report, (text + "\n").encode())
+    raise typer.Exit(EXIT_CODES[found.status])
+
+
+def _is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def _side(source: str, where: str | None, *, last: str, limit: int) -> list[SpanRecord]:
+    """The spans of one side of a comparison; ValueError when there are none, or `where` cannot be read."""
+    if _is_url(source):
+        from firstdiff.harness.jaeger_fetch import FetchQuery, check_url
+
+        end_ns = SystemClock().now_unix_ns()
+        query = FetchQuery(
+            start_unix_ns=max(0, end_ns - duration_ns(last)),
+            end_unix_ns=end_ns,
+            num_traces=limit,
+            service="",
+            operation="",
+        )
+        query.check()
+        check_url(source)
+        with progress("fetching", stream=sys.stderr) as report:
+            lines = asyncio.run(_fetched(source, query, report, 30.0))
+        traces = group_traces(span for line in lines for span in decode_traces(line))
+    else:
+        traces = _traces(Path(source))
+    if where is not None:
+        key, equals, value = where.partition("=")
+        if not (key and equals):
+            raise ValueError(f"expected KEY=VALUE to choose traces by, got {where!r}")
+        traces = [trace for trace in traces if any(_says(span, key, value) for span in trace.spans)]
+        if not traces:
+            raise ValueError(f"expected traces in {source} with {where}, got none")
+    return [span for trace in traces for span in trace.spans]
+
+
+def _says(span: SpanRecord, key: str, value: str) -> bool:
+    said = span.attributes.get(key, span.resource.get(key))
+    return said is not None and str(said) == value
+
+
 @with_groups
 def jaeger(
     sources: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, log folders or files.")],
@@ -198,6 +285,7 @@ def jaeger(
     ui: Annotated[Path | None, typer.Option(help="A folder with a built Jaeger UI to serve too.")] = None,
 ) -> None:
     """Answer as a Jaeger does about the traces of RUNs, on this machine, until a signal."""
+    from firstdiff.harness.jaeger_facade import serve_traces
 
     async def serve() -> None:
         ended = asyncio.Event()

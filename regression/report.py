@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from firstdiff.regression.cells import aligned, duration, percent
 from firstdiff.regression.divergence import first_words
 from firstdiff.regression.quoting import for_markdown, for_text, quoted, quoted_end
 from firstdiff.regression.verdict import (
@@ -48,10 +49,7 @@ def to_text(verdict: Verdict) -> str:
             lines.append(f"  {'':<8} {'':<{width}}  {for_text(finding.detail)}")
     for title, header, rows in _tables(verdict):
         cells = [header, *([for_text(cell) for cell in row] for row in rows)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-        lines += ["", title]
-        for row in cells:
-            lines.append("  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip())
+        lines += ["", title, *aligned(cells)]
     lines.append("")
     lines += [for_text(line) for line in _about(verdict)]
     return "\n".join(lines) + "\n"
@@ -98,7 +96,7 @@ def _tables(verdict: Verdict) -> Iterator[tuple[str, list[str], list[list[str]]]
         yield "latency, base -> candidate", header, [_metric_row(one, marks[one.name]) for one in metrics]
     if any(one.floor_change is not None for one in metrics):
         header = ["metric", "change", "90 % range"]
-        rows = [[one.name, _percent(one.floor_change), _range(one.floor_interval)] for one in metrics]
+        rows = [[one.name, percent(one.floor_change), _range(one.floor_interval)] for one in metrics]
         yield "latency of the twin against base", header, rows
     quantiles = [item for item in evidence if isinstance(item, QuantileEvidence)]
     if quantiles:
@@ -112,10 +110,10 @@ def _tables(verdict: Verdict) -> Iterator[tuple[str, list[str], list[list[str]]]
             [
                 [
                     one.name,
-                    _duration(one.base_ns),
-                    _duration(one.candidate_ns),
-                    _duration(one.added_ns, sign=True),
-                    _percent(one.change),
+                    duration(one.base_ns),
+                    duration(one.candidate_ns),
+                    duration(one.added_ns, sign=True),
+                    percent(one.change),
                     _range(one.interval),
                 ]
                 for one in phases
@@ -151,8 +149,8 @@ def _token(text: str | None, token_id: int | None) -> str:
 def _metric_row(one: MetricEvidence, mark: str) -> list[str]:
     return [
         one.name,
-        f"{_duration(one.base_p50)} -> {_duration(one.candidate_p50)}",
-        _percent(one.change),
+        f"{duration(one.base_p50)} -> {duration(one.candidate_p50)}",
+        percent(one.change),
         _range(one.interval),
         "-" if one.margin is None else f"{one.margin:.0%}",
         f"{one.num_pairs} in {one.num_blocks} blocks",
@@ -166,30 +164,11 @@ def _quantile_row(one: QuantileEvidence) -> list[str]:
     return [
         one.metric,
         f"p{one.fraction * 100:.0f}",
-        _duration(one.base_ns),
-        _duration(one.candidate_ns),
-        _percent(one.change),
+        duration(one.base_ns),
+        duration(one.candidate_ns),
+        percent(one.change),
         _range(one.interval),
     ]
-
-
-def _duration(value_ns: float | None, *, sign: bool = False) -> str:
-    """Three significant digits in the unit that fits; "-" where it is not known."""
-    if value_ns is None:
-        return "-"
-    size = abs(value_ns)
-    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if size >= scale:
-            return f"{value_ns / scale:{'+' if sign else ''}.{_decimals(size / scale)}f} {unit}"
-    return f"{value_ns:{'+' if sign else ''}.0f} ns"
-
-
-def _decimals(value: float) -> int:
-    return 2 if value < 10 else 1 if value < 100 else 0
-
-
-def _percent(change: float | None) -> str:
-    return "-" if change is None else f"{change:+.1%}"
 
 
 def _range(interval: Interval | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -176,7 +177,7 @@ def test_help_needs_nothing_heavy() -> None:
         "cli.main(['--help'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for command in ("serve", "model", "run", "compare", "eval", "demo"):
+    for command in ("serve", "model", "run", "compare", "eval", "demo", "trace", "jaeger", "log", "deploy"):
         assert f"\n  {command} " in done.stdout
 
 
@@ -229,7 +230,7 @@ def test_a_full_disk_is_exit_4_and_the_run_goes_on_later(firstdiff: Command, tmp
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert (code, out) == (4, "")
         (said,) = [line for line in err.splitlines() if not line.startswith("running")]
-        assert said.startswith(f"firstdiff: expected room for {path / 'requests.jsonl'}, got: ")
+        assert re.match(rf"firstdiff: expected room for {path}/(requests|spans)\.jsonl, got: ", said)
         assert firstdiff("run", server.url, *arguments, "--resume")[1] == f"{path}: 40 of 40 requests ok\n"
 
 
