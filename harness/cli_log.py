@@ -1,4 +1,4 @@
-"""The commands that read token-ID logs: `firstdiff log show | validate | replay | diff`.
+"""The commands that read token-ID logs: `firstdiff log show | validate | agree | replay | diff`.
 
 Owns: these commands and their exit codes. Refuses to know: how a log is read, checked, compared or asked
 again. Invariants: as in cli.py; nothing that a log holds reaches the terminal but made harmless; the
@@ -9,7 +9,9 @@ Usage: `app.add_typer(log_app, name="log")`.
 
 from __future__ import annotations
 
+import http.client
 import sys
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from firstdiff.harness.replay import Replay, has_same_logprobs, is_plainly_greed
 from firstdiff.harness.runs import new_run_id
 from firstdiff.harness.sending import Sender
 from firstdiff.harness.token_texts import FileTokenizer
+from firstdiff.harness.wire import EndpointError
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.records import Identity, RequestRow, TokenLogRow
 from firstdiff.tracing.token_log import read_log
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 EXIT_FOUND, EXIT_UNKNOWN, EXIT_INVALID = 1, 3, 4
 _MAX_SHOWN = 5
+_SCRAPE_TIMEOUT_S, _MAX_SCRAPE_BYTES = 30.0, 64 << 20
 
 Source = Annotated[Path, typer.Argument(help="A server's log folder, a Run, or a file of a token log.")]
 
@@ -103,6 +107,50 @@ def validate(
         raise typer.Exit(EXIT_FOUND)
     if counts["unknown"]:
         raise typer.Exit(EXIT_UNKNOWN)
+
+
+@log_app.command("agree")
+@with_groups
+def agree(
+    source: Annotated[Path, typer.Argument(help="A server's log folder, the server idle or ended.")],
+    metrics: Annotated[
+        str | None, typer.Option(metavar="FILE|URL", help="A saved scrape, or the server's /metrics.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Disagreements to show.")] = 4 * _MAX_SHOWN,
+) -> None:
+    """Fold the log of SOURCE again, and prove that its spans and the server's metrics equal it.
+
+    Exit codes: 0 they do; 1 they do not; 2 wrong usage; 3 not all could be compared, and the rest agrees.
+    """
+    from firstdiff.tracing.agreement import check_agreement
+
+    found = check_agreement(source, exposition=None if metrics is None else _scrape(metrics))
+    for sentence in found.disagreements[:limit]:
+        print(printable(sentence))
+    if len(found.disagreements) > limit:
+        print(f"... and {len(found.disagreements) - limit} more")
+    for sentence in found.unknown:
+        print(printable(sentence), file=sys.stderr)
+    print(
+        f"{found.num_answers} answers, {found.num_http} HTTP requests, {found.num_steps} steps: "
+        f"{found.num_spans} spans and {found.num_samples} samples compared, "
+        f"{len(found.disagreements)} disagreements"
+    )
+    if found.disagreements:
+        raise typer.Exit(EXIT_FOUND)
+    if found.unknown:
+        raise typer.Exit(EXIT_UNKNOWN)
+
+
+def _scrape(metrics: str) -> str:
+    if not metrics.startswith(("http://", "https://")):
+        return Path(metrics).read_text()
+    try:
+        with urllib.request.urlopen(metrics, timeout=_SCRAPE_TIMEOUT_S) as response:
+            body: bytes = response.read(_MAX_SCRAPE_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise EndpointError(f"expected metrics from {metrics}, got: {error}") from error
+    return body.decode("utf-8", "replace")
 
 
 @log_app.command("replay")

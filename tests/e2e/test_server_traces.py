@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_server import MODEL, Script, ServerUnderTest, scripted_server, spell
 
+from firstdiff.harness import cli
 from firstdiff.tracing.lines import read_lines
 from firstdiff.tracing.records import HttpRow, decode_row
 from firstdiff.tracing.request_spans import NUM_SPANS_MAX, answer_spans, http_span
@@ -228,3 +229,30 @@ def test_the_spans_are_the_log_folded_again(tmp_path: Path) -> None:
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
+
+
+def test_the_command_proves_that_log_spans_and_metrics_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scripted_server(Script(spell("word ")), log_dir=tmp_path / "log", max_num_seqs=4) as server:
+        bodies = [{"prompt": "a" * index, "n": 1 + index % 3, "max_tokens": 5} for index in range(1, 20)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda body: server.post(COMPLETIONS, **body), bodies))
+        refuse(server, Script(spell("word ")))
+        # The log is written off the step path: a moment later it is all there.
+        wait_until(lambda: len(http_rows(tmp_path / "log")) == len(bodies) + 1)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["log", "agree", str(tmp_path / "log"), "--metrics", f"{server.url}/metrics"])
+        scrape = server.request("GET", "/metrics")[2]
+    out, err = capsys.readouterr()
+    assert (ended.value.code or 0, err) == (0, ""), out
+    assert out.endswith(" 0 disagreements\n")
+    # One token more in the scrape than in the log.
+    saved = tmp_path / "scrape"
+    name = b"firstdiff_generation_tokens_total{"
+    lines = [line[:-1] + b"9" if line.startswith(name) else line for line in scrape.splitlines()]
+    saved.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["log", "agree", str(tmp_path / "log"), "--metrics", str(saved)])
+    assert ended.value.code == 1
+    assert "firstdiff_generation_tokens_total" in capsys.readouterr().out
