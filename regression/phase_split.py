@@ -13,12 +13,14 @@ Usage: `matched = match(base, candidate); splits = split(matched, PLACES, seed=0
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import t
 
 from firstdiff.regression.trace_phases import TracedRequest
 
@@ -131,6 +133,7 @@ class Resamples:
         if matched.is_paired:
             codes = _codes(matched.blocks)
             counts = _draw(rng, codes, num_resamples)
+            num_blocks = int(codes.max()) + 1
             self.base = self.candidate = counts * matched.base_weights
         else:
             num_base = len(matched.base)
@@ -138,13 +141,19 @@ class Resamples:
             num_candidate = len(matched.candidate)
             drawn = _draw(rng, np.arange(num_candidate), num_resamples)
             self.candidate = drawn * matched.candidate_weights
+            num_blocks = min(num_base, num_candidate)
+        dof = max(num_blocks - 1, 1)
+        self._stretch = float(t.ppf(1 - TAIL, dof)) * math.sqrt(num_blocks / dof)
 
     def range_of(self, statistic: Callable[[Floats, Floats], Floats]) -> list[Range]:
         """`statistic(base weights [R, n], candidate weights [R, m]) -> [R, k]` with intervals, k of them."""
         matched = self.matched
         value = statistic(matched.base_weights[None], matched.candidate_weights[None])[0]
         drawn = statistic(self.base, self.candidate)
-        lows, highs = np.nanquantile(drawn, [TAIL, 1 - TAIL], axis=0)
+        # Percentiles of few blocks are too narrow: Student's t on the spread instead, which is by as much too
+        # small as a variance divided by n and not n - 1.
+        widths = self._stretch * np.nanstd(drawn, axis=0)
+        lows, highs = value - widths, value + widths
         return [
             Range(float(v), float(low), float(high)) for v, low, high in zip(value, lows, highs, strict=True)
         ]
