@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench model model-gemma types sim sim-mutants
+.PHONY: help demo test check format bench bench-tracing model model-gemma types sim sim-mutants
 
 help:
 	@echo 'make demo    three replicas, one planted defect, two verdicts (about 3 minutes after installation)'
@@ -19,6 +19,7 @@ help:
 	@echo 'make check   format, lint, types and the tidy test'
 	@echo 'make format  rewrite the source the way make check wants it'
 	@echo 'make bench   tokens a second, side by side with transformers'
+	@echo 'make bench-tracing  what log, spans and metrics cost (about 6 minutes)'
 	@echo 'make sim     thousands of simulated lives of the scheduler; make sim SEED=n replays one with a trace'
 	@echo 'make sim-mutants  planted defects, and how many seeds it takes to find each'
 	@echo 'make model   fetch SmolLM2-135M-Instruct into the cache folder; make model-gemma: Gemma 3 270M'
@@ -43,6 +44,9 @@ demo: model
 
 test: model model-gemma
 	FIRSTDIFF_REQUIRE_MODEL=1 $(BIN)/python -m pytest $(ARGS)
+
+bench-tracing: model
+	$(BIN)/python tests/bench/bench_tracing.py $(ARGS)
 
 bench: model
 	$(BIN)/python tests/bench/bench_engine.py $(ARGS)
