@@ -12,9 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from test_jaeger_facade import facade
 from traced_sides import side
 
 from firstdiff.harness import cli
+from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.otlp_json import encode_traces
 from firstdiff.tracing.span_record import SpanRecord
 
@@ -89,3 +91,20 @@ def test_the_phases_of_a_failed_run_are_left_out(firstdiff: Command, tmp_path: P
     base, candidate = write(tmp_path / "b.jsonl", spans), write(tmp_path / "c.jsonl", broken)
     code, out, _ = firstdiff("trace", "diff", base, candidate)
     assert (code, "n = 30 and 30 in pairs" in out) == (0, True)
+
+
+def test_both_sides_may_be_in_a_jaeger(firstdiff: Command, tmp_path: Path) -> None:
+    now_ns = SystemClock().now_unix_ns() - 60 * 10**9
+    folders = []
+    for index, (name, factor) in enumerate([("one", 1.0), ("two", 2.0)]):
+        folder = tmp_path / name
+        folder.mkdir()
+        resource = {"service.instance.id": name, "service.name": "firstdiff"}
+        spans = side(index, factors={"decode": factor}, has_cases=False, start_ns=now_ns)
+        (folder / "spans.jsonl").write_bytes(encode_traces(spans, resource) + b"\n")
+        folders.append(folder)
+    where = ["--base-where", "service.instance.id=one", "--candidate-where", "service.instance.id=two"]
+    with facade(*folders) as url:
+        code, out, _ = firstdiff("trace", "diff", url, url, *where, "--last", "10m")
+    assert (code, "decode adds +" in out) == (1, True)
+    assert f"{url}/trace/" in out
