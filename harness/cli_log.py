@@ -144,7 +144,7 @@ def agree(
 
 def _scrape(metrics: str) -> str:
     if not metrics.startswith(("http://", "https://")):
-        return Path(metrics).read_text()
+        return Path(metrics).read_bytes().decode("utf-8", "replace")
     try:
         with urllib.request.urlopen(metrics, timeout=_SCRAPE_TIMEOUT_S) as response:
             body: bytes = response.read(_MAX_SCRAPE_BYTES)

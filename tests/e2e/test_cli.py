@@ -21,7 +21,6 @@ from fake_server import FakeServer, chat_events, chunked, http
 from server_process import beside_progress
 
 from firstdiff.engine.faults import FAULTS
-from firstdiff.harness.cli import main
 from firstdiff.harness.dialect import DIALECTS
 from firstdiff.harness.replica import Replica
 from firstdiff.tracing.records import RequestRow
@@ -33,22 +32,6 @@ CHAT = "/v1/chat/completions"
 MODELS = {"/v1/models": [http(b'{"data": [{"id": "m"}]}')]}
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def firstdiff(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command in this process: (exit code, standard output, standard error)."""
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        code = 0
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return command
 
 
 @pytest.fixture(scope="module")

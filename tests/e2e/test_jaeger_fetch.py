@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from span_samples import FIRST, SECOND, first_trace, second_trace
 from test_jaeger_facade import facade, write_spans
 
-from firstdiff.harness.cli import main
 from firstdiff.harness.jaeger_fetch import FetchQuery, fetch_traces
 from firstdiff.harness.wire import EndpointError
 from firstdiff.tracing.jaeger_json import encode_jaeger
@@ -32,16 +31,13 @@ UI_PAGE = (200, b"<!doctype html><title>Jaeger UI</title>")
 
 
 @pytest.fixture
-def firstdiff(capsys: pytest.CaptureFixture[str]) -> Command:
+def firstdiff(firstdiff: Command) -> Command:
+    """Without the lines of progress, which are as many as the machine is slow."""
+
     def command(*arguments: object) -> tuple[int, str, str]:
-        code = 0
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-        printed = capsys.readouterr()
-        lines = printed.err.splitlines(keepends=True)
-        return code, printed.out, "".join(line for line in lines if not line.startswith("fetching: "))
+        code, out, err = firstdiff(*arguments)
+        lines = err.splitlines(keepends=True)
+        return code, out, "".join(line for line in lines if not line.startswith("fetching: "))
 
     return command
 

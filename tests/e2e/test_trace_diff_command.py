@@ -8,30 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from test_jaeger_facade import facade
 from traced_sides import side
 
-from firstdiff.harness import cli
 from firstdiff.tracing.clock import SystemClock
 from firstdiff.tracing.otlp_json import encode_traces
 from firstdiff.tracing.span_record import SpanRecord
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def firstdiff(capsys: pytest.CaptureFixture[str]) -> Command:
-    def command(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(one) for one in arguments])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return command
 
 
 def write(path: Path, spans: list[SpanRecord], instance: str = "i") -> Path:

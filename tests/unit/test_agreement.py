@@ -233,5 +233,8 @@ def test_what_cannot_be_compared_is_said(tmp_path, caplog):
     found = check_agreement(tmp_path)
     assert found.disagreements == []
     assert any("metrics were not compared" in sentence for sentence in found.unknown)
+    for text in ("", "# nothing\n", "up 1\n", "\ufffd{{{ 1\n", "firstdiff_x{a=\n"):
+        with pytest.raises(ValueError, match="expected "):
+            check_agreement(tmp_path, exposition=text)
     with pytest.raises(ValueError, match="expected a token log"):
         check_agreement(tmp_path / "none")

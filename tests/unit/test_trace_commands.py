@@ -15,26 +15,11 @@ from rich.cells import cell_len
 sys.path.insert(0, str(Path(__file__).parent))
 from span_samples import FIRST, SECOND, answer, first_trace, second_trace, span
 
-from firstdiff.harness.cli import main
 from firstdiff.harness.waterfall import MAX_SPANS, MIN_WIDTH, waterfall
 from firstdiff.tracing.otlp_json import encode_traces
 from firstdiff.tracing.trace_set import group_traces, read_source
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def firstdiff(capsys: pytest.CaptureFixture[str]) -> Command:
-    def command(*arguments: object) -> tuple[int, str, str]:
-        code = 0
-        try:
-            main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return command
 
 
 @pytest.fixture
